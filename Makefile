@@ -1,0 +1,41 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lab docs readme export clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+install: .venv/.installed  ## create .venv with the pinned environment
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e ".[dev,docs,trackers]"
+	@if [ -d .git ]; then $(BIN)/nbdev_install_hooks; fi
+	@touch $@
+
+demo: install  ## run the DSN experiment on real film-review sentences (profile quick) and print its results
+	$(BIN)/dendritic-lab run dsn --profile quick --data embedded
+
+test: install  ## ruff, every notebook, every test, and a build of the site
+	$(BIN)/ruff check dendritic_lab tests kernels nbs
+	$(BIN)/python -m pytest
+
+lab: install  ## open JupyterLab on the notebooks
+	$(BIN)/jupyter lab --notebook-dir=nbs
+
+docs: install  ## build the site into _site, with quarto or else smalldocs
+	@if command -v quarto >/dev/null; then echo "building with quarto"; quarto render; \
+	else echo "building with smalldocs (quarto is not on the PATH)"; $(BIN)/smalldocs render; fi
+
+readme: install  ## write the results table of README from outputs/reference
+	$(BIN)/python -m dendritic_lab.lab.site readme
+
+export: install  ## clean the notebooks and write the library from them
+	$(BIN)/nbdev_clean
+	$(BIN)/nbdev_export
+
+clean:  ## remove .venv, the built site and caches; runs under outputs/ stay
+	rm -rf .venv _site docs .pytest_cache .ruff_cache *.egg-info

@@ -1,0 +1,4 @@
+"""Data sets and checkpoints from a local folder, the hub or Python packages."""
+
+from .benchmarks import BENCHMARKS, available, hold_out_sentences, load
+from .sources import DataError, checkpoint_path, fetch
