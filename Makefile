@@ -31,7 +31,7 @@ docs: install  ## build the site into _site, with quarto or else smalldocs
 	else echo "building with smalldocs (quarto is not on the PATH)"; $(BIN)/smalldocs render; fi
 
 readme: install  ## write the results table of README from outputs/reference
-	$(BIN)/python -m dendritic_lab.lab.site readme
+	$(BIN)/dendritic-lab stage --readme
 
 export: install  ## clean the notebooks and write the library from them
 	$(BIN)/nbdev_clean

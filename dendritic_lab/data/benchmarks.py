@@ -8,7 +8,7 @@ __all__ = ['logger', 'Rows', 'Splits', 'ONE', 'TWO', 'BINARY', 'RTE_LABELS', 'BE
            'embedded_film_reviews', 'three_way', 'embedded_bbc', 'Benchmark', 'hub_splits', 'check', 'digest',
            'offline', 'available', 'read_source', 'load', 'spans', 'hold_out_sentences']
 
-# %% ../../nbs/data/01_benchmarks.ipynb #6659fbd9
+# %% ../../nbs/data/01_benchmarks.ipynb #0745a71c
 import hashlib
 import importlib.util
 import json
@@ -18,11 +18,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .sources import FILM_REVIEWS, DataError, fetch, local_dir
-
-if TYPE_CHECKING: from datasets import DatasetDict
 
 # %% ../../nbs/data/01_benchmarks.ipynb #054ef19d
 logger = logging.getLogger(__name__)
@@ -232,11 +229,11 @@ def read_source(name: str, source: str) -> Splits:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, ImportError) as e:   # a network or file failure, told in one line
         raise DataError(f"{name} from {source}: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from e
 
-# %% ../../nbs/data/01_benchmarks.ipynb #e04496cc
+# %% ../../nbs/data/01_benchmarks.ipynb #80f385ef
 def load(
     name: str,  # a key of `BENCHMARKS`
     source: str = "auto",  # "auto", "local", "hub" or "embedded"
-) -> "DatasetDict":  # splits train, validation and test; its attribute `record` says what was loaded
+):  # a `datasets.DatasetDict`, splits train, validation and test; its attribute `record` says what was loaded
     """Load a benchmark. Raises `ValueError` for an unknown name or source and `DataError` for data that
     cannot be had or are not what they should be."""
     import datasets

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCHEMA', 'MetricsError', 'read_metrics', 'Recorder']
 
-# %% ../../nbs/lab/01_record.ipynb #c99654c6
+# %% ../../nbs/lab/01_record.ipynb #cc694299
 import json
 import math
 import os
@@ -13,9 +13,6 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING: from dendritic_lab.measure import Interval
 
 # %% ../../nbs/lab/01_record.ipynb #7da03a16
 _number = {"type": "number"}
@@ -58,7 +55,7 @@ def read_metrics(path: Path) -> dict:
     except ValueError as e: raise MetricsError(f"metrics.json is damaged: {e}") from None
     return content
 
-# %% ../../nbs/lab/01_record.ipynb #e5f7b644
+# %% ../../nbs/lab/01_record.ipynb #348b5791
 class Recorder:
     "Collects the results of one experiment and writes them into the folder of the run."
 
@@ -77,7 +74,7 @@ class Recorder:
         seeds: Sequence[int] | None = None,  # of the values; None: 0, 1, ... where there are several, no seed where there is one
         interval: tuple[float, float] | None = None,  # where the spread is not over seeds, such as a ratio's quartiles
         confidence: float | None = None,  # of `interval`
-    ) -> "Interval":
+    ):  # a `measure.Interval` over the values
         "Record a figure. Several values get a bootstrap interval. Raises `ValueError` for a bad name, a repeated one or a value that is not finite."
         from dendritic_lab.measure import bootstrap_interval
         values = [float(v) for v in ([values] if isinstance(values, (int, float)) else values)]

@@ -5,19 +5,19 @@
 # %% auto #0
 __all__ = ['START', 'END', 'stage_notebooks', 'claims_page', 'experiments_page', 'stage', 'results_table', 'update_readme']
 
-# %% ../../nbs/lab/07_site.ipynb #8faa8734
+# %% ../../nbs/lab/07_site.ipynb #36ae04a8
 import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 from .claims import Verdict, judge_all, reference_runs
 from .experiments import find_experiments, project_root
 from .record import read_metrics
+from .report import render_math
 
-# %% ../../nbs/lab/07_site.ipynb #16792b7f
+# %% ../../nbs/lab/07_site.ipynb #c11978de
 def stage_notebooks(root: Path, docs: Path) -> list[Path]:
     "Write processed copies of all library notebooks under `docs/library`; returns them."
     os.environ.setdefault("IN_TEST", "1")
@@ -27,7 +27,10 @@ def stage_notebooks(root: Path, docs: Path) -> list[Path]:
     for path in sorted((root / "nbs").glob("**/[!_.]*.ipynb")):
         relative = path.relative_to(root / "nbs")
         if relative.parts[0] == "experiments" or ".ipynb_checkpoints" in relative.parts: continue
-        notebook = FilterDefaults()(read_nb(path))
+        notebook = read_nb(path)
+        FilterDefaults()(notebook)
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown": cell.source = render_math(cell.source)
         first = notebook.cells[0]
         first.source = re.sub(r"^output-file:.*\n", "", first.source, flags=re.MULTILINE)
         target = docs / "library" / relative.parent / re.sub(r"^\d+_", "", relative.name)
@@ -115,6 +118,3 @@ def update_readme(root: Path | None = None) -> bool:  # whether the file changed
     new = f"{before}{START}\n{results_table(root)}\n{END}{after}"
     path.write_text(new, encoding="utf-8")
     return new != text
-
-# %% ../../nbs/lab/07_site.ipynb #7fbcfce4
-if __name__ == "__main__": update_readme() if sys.argv[1:] == ["readme"] else stage()

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['DSNConfig', 'masked_mean', 'hashed_pairs', 'DSNForSequenceClassification']
 
-# %% ../../nbs/models/01_dsn.ipynb #19907ab5
+# %% ../../nbs/models/01_dsn.ipynb #45ef0e99
 from ..data.sources import checkpoint_path
 from ..layers.dendritic_linear import DendriticLinear
-from .vocabulary import factorise, trim_tokenizer
+from .vocabulary import contextual_table, factorise, trim_tokenizer
 
 # %% ../../nbs/models/01_dsn.ipynb #23208635
 import torch
@@ -115,7 +115,7 @@ class DSNForSequenceClassification(PreTrainedModel):
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
-# %% ../../nbs/models/01_dsn.ipynb #55b3e6b3
+# %% ../../nbs/models/01_dsn.ipynb #a932bc5d
 def from_encoder(cls,
     name_or_path: str,  # a BERT, RoBERTa, DistilBERT or ELECTRA checkpoint: a folder, a hub name or an embedded checkpoint
     num_labels: int = 2,
@@ -123,15 +123,16 @@ def from_encoder(cls,
     vocab_size: int | None = None,  # pieces to keep; None: all
     embedding_rank: int | None = None,  # None: one table
     texts: list[str] | None = None,  # training texts that say which pieces are useful; None: the vocabulary's own order
+    contextual: bool = False,  # take the encoder's output for each piece instead of its input embedding
     **config,  # further fields of `DSNConfig`
 ) -> "DSNForSequenceClassification":
     "A model with the pretrained word embeddings, no encoder layers and no pooler."
     path = checkpoint_path(name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    table = AutoModel.from_pretrained(path).get_input_embeddings().weight.detach()
-    if vocab_size is not None:
-        tokenizer, kept = trim_tokenizer(tokenizer, vocab_size, texts)
-        table = table[kept]
+    full = tokenizer = AutoTokenizer.from_pretrained(path)
+    encoder = AutoModel.from_pretrained(path)
+    kept = torch.arange(len(encoder.get_input_embeddings().weight))
+    if vocab_size is not None: tokenizer, kept = trim_tokenizer(full, vocab_size, texts)
+    table = contextual_table(encoder, full, kept) if contextual else encoder.get_input_embeddings().weight.detach()[kept]
     model = cls(DSNConfig(vocab_size=len(table), embedding_size=table.shape[1], embedding_rank=embedding_rank, num_labels=num_labels,
                           num_dendrites=num_dendrites, pad_token_id=tokenizer.pad_token_id, **config))
     with torch.no_grad():
@@ -146,7 +147,7 @@ def from_encoder(cls,
 
 DSNForSequenceClassification.from_encoder = classmethod(from_encoder)
 
-# %% ../../nbs/models/01_dsn.ipynb #4ebd3423
+# %% ../../nbs/models/01_dsn.ipynb #77cec741
 def save_pretrained(self, save_directory, **kwargs):
     "Save weights, configuration and, where there is one, the tokenizer."
     PreTrainedModel.save_pretrained(self, save_directory, **kwargs)
@@ -154,5 +155,5 @@ def save_pretrained(self, save_directory, **kwargs):
 
 
 DSNForSequenceClassification.save_pretrained = save_pretrained
-AutoConfig.register("dsn", DSNConfig)
-AutoModelForSequenceClassification.register(DSNConfig, DSNForSequenceClassification)
+AutoConfig.register("dsn", DSNConfig, exist_ok=True)
+AutoModelForSequenceClassification.register(DSNConfig, DSNForSequenceClassification, exist_ok=True)

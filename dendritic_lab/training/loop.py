@@ -80,7 +80,7 @@ class Settings:
         if self.warmup > 1: raise ValueError(f"warmup is a share of all steps, at most 1, got {self.warmup}")
         if self.precision not in ("no", "bf16", "fp16"): raise ValueError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
 
-# %% ../../nbs/training/02_loop.ipynb #3686305e
+# %% ../../nbs/training/02_loop.ipynb #6affe58a
 def fit(
     model: nn.Module,  # trained in place
     train: Iterable[dict],  # a DataLoader of batches; each is passed as `model(**batch)`
@@ -100,7 +100,7 @@ def fit(
     if len(train) == 0: raise ValueError("the training data are empty")
     accelerator = _accelerator(settings, tuple(trackers), tracker_dir, cpu)
     set_seed(settings.seed)
-    optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, settings.learning_rates, settings.weight_decay))
+    optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, settings.learning_rates, settings.weight_decay), fused=True)
     steps = settings.epochs * math.ceil(len(train) / settings.accumulation)
     scheduler = get_scheduler(settings.schedule, optimizer, round(settings.warmup * steps), steps)
     model, optimizer, train, scheduler = accelerator.prepare(model, optimizer, train, scheduler)

@@ -1,0 +1,49 @@
+"""Fixtures that several tests share."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = [sys.executable, "-c", "from dendritic_lab.lab.cli import main; main()"]
+
+
+@pytest.fixture
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture
+def make_checkout(tmp_path):
+    "A checkout with one experiment `tiny`, made of the given code cells."
+    def make(*cells: str, parameters: str = "times: int = 2  # how often; 1..5", profiles: str = "") -> Path:
+        notebook = new_notebook(
+            cells=[new_markdown_cell("# Tiny\n\n> Does it run?"), new_code_cell(parameters, metadata={"tags": ["parameters"]}), *map(new_code_cell, cells)],
+            metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}})
+        checkout = tmp_path / "checkout"
+        (checkout / "nbs/experiments").mkdir(parents=True)
+        (checkout / "settings.ini").touch()
+        nbformat.write(notebook, checkout / "nbs/experiments/tiny.ipynb")
+        (checkout / "nbs/experiments/tiny.yaml").write_text(profiles or "quick: {times: 3}\n")
+        return checkout
+    return make
+
+
+@pytest.fixture
+def lab():
+    "Run the command line in a folder; returns the finished process."
+    def run(folder: Path, *words: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
+        variables = {k: v for k, v in os.environ.items() if k != "DENDRITIC_LAB_DATA"} | environment
+        return subprocess.run([*COMMAND, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout)
+    return run
+
+
+@pytest.fixture
+def record() -> str:
+    "A cell that records one figure and finishes."
+    return "from dendritic_lab.lab.record import Recorder\nrecorder = Recorder('tiny')\nrecorder.metric('tiny.times', times, 'count')\nrecorder.finish().name"

@@ -1,0 +1,42 @@
+"""The command line's other commands."""
+
+import json
+import subprocess
+import sys
+
+
+
+def test_help_needs_no_torch_and_little_time(tmp_path):
+    code = "import sys; from typer.testing import CliRunner; from dendritic_lab.lab.cli import app; r = CliRunner().invoke(app, ['--help']); print(r.exit_code, 'torch' in sys.modules, 'papermill' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path).stdout.split() == ["0", "False", "False"]
+
+
+def test_list_names_every_parameter(lab, root):
+    done = lab(root, "list")
+    assert done.returncode == 0 and all(word in done.stdout for word in ("dsn:", "quick", "word_dropout", "auto|local|hub|embedded"))
+
+
+def test_claims_are_joined_with_the_reference_runs(lab, root):
+    done = lab(root, "claims", "--json")
+    assert done.returncode == 0, done.stderr
+    claims = {c["id"]: c for c in json.loads(done.stdout)}
+    assert claims["dsn.encoder_layers_of_base"]["status"] == "inconsistent"
+    assert claims["perforated.robustness"]["status"] == "not run"
+    for claim in claims.values(): assert bool(claim["measured"]) == (claim["run"] is not None)
+
+
+def test_data_status_says_why_a_source_is_not_there(lab, root, tmp_path):
+    done = lab(root, "data", "status", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0 and "DENDRITIC_LAB_DATA is not set" in done.stdout and "HF_HUB_OFFLINE" in done.stdout
+    done = lab(root, "data", "status", DENDRITIC_LAB_DATA=str(tmp_path / "gone"))
+    assert done.returncode == 1 and "is not a folder" in done.stderr
+
+
+def test_doctor_finds_this_environment_fit(lab, root):
+    done = lab(root, "doctor")
+    assert done.returncode == 0 and "broken" not in done.stdout and "torchvision" in done.stdout, done.stdout
+
+
+def test_data_that_cannot_be_had_fail_the_run(lab, root, tmp_path):
+    done = lab(root, "run", "dsn", "--profile", "smoke", "--data", "local", "--out", str(tmp_path))
+    assert done.returncode == 1 and "DENDRITIC_LAB_DATA is not set" in done.stderr and "Three ways" in done.stderr
