@@ -6,9 +6,8 @@
 __all__ = ['app', 'data_app', 'list_experiments', 'run', 'show_figures', 'data_status', 'data_fetch', 'doctor', 'claims', 'stage',
            'main']
 
-# %% ../../nbs/lab/06_cli.ipynb #f0919745
+# %% ../../nbs/lab/06_cli.ipynb #3cfc44f3
 import json
-import sys
 import threading
 import time
 from contextlib import contextmanager

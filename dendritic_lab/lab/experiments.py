@@ -6,11 +6,10 @@
 __all__ = ['TYPES', 'UsageError', 'project_root', 'Parameter', 'read_parameters', 'Experiment', 'find_experiments',
            'find_experiment']
 
-# %% ../../nbs/lab/00_experiments.ipynb #2dce548c
+# %% ../../nbs/lab/00_experiments.ipynb #6f7f33fb
 import ast
 import difflib
 import math
-import os
 import re
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['SCHEMA', 'MetricsError', 'read_metrics', 'Recorder']
 
-# %% ../../nbs/lab/01_record.ipynb #cc694299
+# %% ../../nbs/lab/01_record.ipynb #96cecfcd
 import json
-import math
 import os
 import re
 import tempfile

@@ -6,15 +6,13 @@
 __all__ = ['OWN_CELLS', 'RunFailed', 'describe_environment', 'describe_hardware', 'execute', 'first_unfinished', 'Run',
            'start_run', 'run_experiment', 'forget_paths']
 
-# %% ../../nbs/lab/03_runs.ipynb #b753d4a3
+# %% ../../nbs/lab/03_runs.ipynb #5eaa98bf
 import importlib.metadata
 import json
 import os
 import platform
 import secrets
-import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from pathlib import Path
 
 import yaml
 
-from .experiments import Experiment, UsageError, project_root
+from .experiments import Experiment, UsageError
 from .record import MetricsError, read_metrics
 from .report import write_html
 
