@@ -20,7 +20,7 @@ demo: install  ## run the DSN experiment on real film-review sentences (profile 
 	$(BIN)/dendritic-lab run dsn --profile quick --data embedded
 
 test: install  ## ruff, every notebook, every test, and a build of the site
-	$(BIN)/ruff check dendritic_lab tests kernels nbs
+	$(BIN)/ruff check .
 	$(BIN)/python -m pytest
 
 lab: install  ## open JupyterLab on the notebooks

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dendritic_lab.data import DataError, load
+from dendritic_lab.data import DataError, hold_out_sentences, load
 from dendritic_lab.data.sources import FILM_REVIEWS, fetch
 from dendritic_lab.layers.dendritic_linear import DendriticLinear
 
@@ -102,3 +102,22 @@ def test_a_missing_local_file_is_named(tmp_path, monkeypatch):
     (tmp_path / "glue/SST-2").mkdir(parents=True)
     monkeypatch.setenv("DENDRITIC_LAB_DATA", str(tmp_path))
     with pytest.raises(DataError, match="train.tsv is missing"): load("sst2")
+
+
+def test_sentences_are_held_out_alike_in_every_process():
+    code = "from dendritic_lab.data import hold_out_sentences; print(hold_out_sentences([f'a b{i} c{i}' for i in range(40)] + [f'b{i}' for i in range(40)], 10))"
+    outputs = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONHASHSEED": seed}).stdout for seed in ("1", "2")}
+    assert len(outputs) == 1 and outputs != {""}
+
+
+@settings(deadline=None, max_examples=60, print_blob=True)
+@given(st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=5).map(" ".join), min_size=3, max_size=20), st.integers(0, 9))
+def test_held_out_phrases_are_nowhere_in_training(texts, seed):
+    try: train, held = hold_out_sentences(texts, 1, seed)
+    except ValueError as e:
+        assert "number of sentences" in str(e)
+        return
+    held_texts, kept_texts = {texts[i] for i in held}, {texts[i] for i in train}
+    assert len(held_texts) == 1 and not held_texts & kept_texts
+    inside = lambda a, b: f" {a} " in f" {b} "
+    for text in kept_texts: assert any(inside(text, s) for s in kept_texts if not any(inside(s, t) and s != t for t in texts))
