@@ -59,8 +59,8 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("to_group", [False, True], ids=["signal to the process", "Ctrl-C in a terminal"])
-def test_an_interrupt_leaves_a_failed_run_and_no_kernel(make_checkout, to_group):
+@pytest.mark.parametrize("number, to_group", [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False)], ids=["signal to the process", "Ctrl-C in a terminal", "kill"])
+def test_an_interrupt_leaves_a_failed_run_and_no_kernel(make_checkout, number, to_group):
     checkout = make_checkout("import pathlib, time\npathlib.Path('here').touch()\ntime.sleep(600)")
     process = subprocess.Popen([*COMMAND, "run", "tiny"], cwd=checkout, stderr=subprocess.PIPE, text=True, start_new_session=True)
     for _ in range(600):
@@ -68,7 +68,7 @@ def test_an_interrupt_leaves_a_failed_run_and_no_kernel(make_checkout, to_group)
         time.sleep(0.1)
     kernels = descendants(process.pid)
     assert kernels
-    os.killpg(process.pid, signal.SIGINT) if to_group else process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, number) if to_group else process.send_signal(number)
     _, message = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted" in message
     assert (only_run(checkout) / "status").read_text() == "failed\n"

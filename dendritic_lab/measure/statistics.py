@@ -26,13 +26,13 @@ class Interval:
         if len(self.values) == 1: return f"{self.mean:.2f} (one seed)"
         return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
-# %% ../../nbs/measure/02_statistics.ipynb #b96d71ee
+# %% ../../nbs/measure/02_statistics.ipynb #5db62c62
 def bootstrap_interval(
     values: Sequence[float],  # one a seed
     confidence: float = 0.95,
     resamples: int = 10_000,
 ) -> Interval:
-    "Percentile bootstrap of the mean, widened for few seeds by sqrt(n / (n - 1)). Raises `ValueError` for no values or one that is not finite."
+    "Percentile bootstrap of the mean, scaled for few seeds. Raises `ValueError` for no values or one that is not finite."
     x = np.asarray(values, dtype=float)
     if x.size == 0 or not np.isfinite(x).all(): raise ValueError(f"expected at least one value, all finite, got {list(values)}")
     if not 0 < confidence < 1: raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
@@ -40,7 +40,8 @@ def bootstrap_interval(
     if x.size == 1: return Interval(mean, mean, mean, confidence, tuple(x.tolist()))
     means = np.random.default_rng(0).choice(x, (resamples, x.size)).mean(1)
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    widen = (x.size / (x.size - 1)) ** 0.5
+    upper = (1 + confidence) / 2
+    widen = (x.size / (x.size - 1)) ** 0.5 * stats.t.ppf(upper, x.size - 1) / stats.norm.ppf(upper)
     return Interval(mean, float(mean + widen * (low - mean)), float(mean + widen * (high - mean)), confidence, tuple(x.tolist()))
 
 # %% ../../nbs/measure/02_statistics.ipynb #59a8a6a5
