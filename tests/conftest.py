@@ -38,7 +38,8 @@ def make_checkout(tmp_path):
 def lab():
     "Run the command line in a folder; returns the finished process."
     def run(folder: Path, *words: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
-        variables = {k: v for k, v in os.environ.items() if k != "DENDRITIC_LAB_DATA"} | environment
+        ours = "error:::dendritic_lab.lab.cli,error:::dendritic_lab.lab.runs,error:::dendritic_lab.lab.experiments"
+        variables = {k: v for k, v in os.environ.items() if k != "DENDRITIC_LAB_DATA"} | {"PYTHONWARNINGS": ours} | environment
         return subprocess.run([*COMMAND, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout)
     return run
 

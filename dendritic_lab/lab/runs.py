@@ -6,7 +6,7 @@
 __all__ = ['OWN_CELLS', 'RunFailed', 'describe_environment', 'describe_hardware', 'execute', 'first_unfinished', 'Run',
            'start_run', 'run_experiment', 'forget_paths']
 
-# %% ../../nbs/lab/03_runs.ipynb #5eaa98bf
+# %% ../../nbs/lab/03_runs.ipynb #78b5c31a
 import importlib.metadata
 import json
 import os
@@ -15,6 +15,7 @@ import secrets
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -101,7 +102,7 @@ def first_unfinished(notebook: Path) -> tuple[int, str] | None:  # number of the
         if cell["metadata"].get("papermill", {}).get("status") != "completed" or cell["execution_count"] is None: return number, "it was not completed"
     return None
 
-# %% ../../nbs/lab/03_runs.ipynb #94c2a64a
+# %% ../../nbs/lab/03_runs.ipynb #a6dda322
 @dataclass
 class Run:
     "A run's folder and what it is doing."
@@ -115,28 +116,29 @@ class Run:
 
     def status(self, status: str): (self.folder / "status").write_text(status + "\n", encoding="utf-8")
 
-    def close(self, status: str) -> Path:
-        "Write the status and rename the folder to say it too. Returns the new folder."
-        self.status(status)
-        target = self.finished if status == "complete" else self.finished.with_suffix(".failed")
-        return self.folder.rename(target)
+    def complete(self) -> Path:
+        "Write the status and give the folder its final name, which is returned."
+        self.status("complete")
+        return self.folder.rename(self.finished)
 
-# %% ../../nbs/lab/03_runs.ipynb #19e50d1e
+    def fail(self) -> Path:
+        "The same for a failed run. A full disk may leave the status unwritten; the name is then all that says it."
+        with suppress(OSError):
+            self.status("failed")
+            if (self.folder / "report.ipynb").exists(): forget_paths(self.folder / "report.ipynb")
+        try: return self.folder.rename(self.finished.with_suffix(".failed"))
+        except OSError: return self.folder
+
+# %% ../../nbs/lab/03_runs.ipynb #88829bf7
 def start_run(experiment: Experiment, profile: str, parameters: dict, out: Path) -> Run:
     "Make the folder of a run; two runs started at once get two folders. Raises `UsageError` when it cannot be written."
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
     folder = out / experiment.name / f"{name}.running"
-    try:
-        folder.mkdir(parents=True)
-        (folder / "figures").mkdir()
-        run = Run(experiment, profile, parameters, folder.resolve())
-        run.status("running")
-        effective = {"experiment": experiment.name, "profile": profile, "parameters": parameters}
-        (folder / "params.yaml").write_text(yaml.safe_dump(effective, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    try: folder.mkdir(parents=True)
     except OSError as e: raise UsageError(f"cannot write to {out}: {e.strerror}") from e
-    return run
+    return Run(experiment, profile, parameters, folder.resolve())
 
-# %% ../../nbs/lab/03_runs.ipynb #4cc21442
+# %% ../../nbs/lab/03_runs.ipynb #46431ad9
 def run_experiment(
     experiment: Experiment,
     profile: str = "smoke",
@@ -150,16 +152,20 @@ def run_experiment(
     root = experiment.notebook.parents[2]
     run = start_run(experiment, profile, parameters, Path(out) if out else root / "outputs")
     try:
+        run.status("running")
+        effective = {"experiment": experiment.name, "profile": profile, "parameters": parameters}
+        (run.folder / "params.yaml").write_text(yaml.safe_dump(effective, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        (run.folder / "figures").mkdir()
         on_start(run)
         return _execute(run, root, on_cell)
     except BaseException as e:
-        try: folder = run.close("failed")
-        except OSError: folder = run.folder   # a full disk: the name still says that it never completed
+        folder = run.fail()
         if isinstance(e, RunFailed): raise RunFailed(str(e), folder, e.cell) from e.__cause__
-        if isinstance(e, OSError): raise RunFailed(f"cannot write to {folder}: {e.strerror or e}", folder) from e
+        if isinstance(e, OSError): raise RunFailed(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}", folder) from e
+        if isinstance(e, Exception): raise RunFailed(f"{type(e).__name__}: {e}", folder) from e   # a report that cannot be rendered, a kernel that does not start
         raise
 
-# %% ../../nbs/lab/03_runs.ipynb #b4ade604
+# %% ../../nbs/lab/03_runs.ipynb #81c59bf3
 def _execute(run: Run, root: Path, on_cell: Callable[[int, int], None]) -> Path:
     "The middle of `run_experiment`: environment, notebook, checks, report."
     from nbclient.exceptions import DeadKernelError
@@ -185,12 +191,12 @@ def _execute(run: Run, root: Path, on_cell: Callable[[int, int], None]) -> Path:
     forget_paths(notebook)
     write_html(notebook, folder / "report.html")
     (folder / "progress.jsonl").unlink(missing_ok=True)
-    return run.close("complete")
+    return run.complete()
 
-# %% ../../nbs/lab/03_runs.ipynb #13540641
+# %% ../../nbs/lab/03_runs.ipynb #92c511cd
 def forget_paths(notebook: Path):
     "Keep only the file names of the paths in papermill's metadata."
     content = json.loads(notebook.read_text(encoding="utf-8"))
-    noted = content["metadata"]["papermill"]
-    for key in ("input_path", "output_path"): noted[key] = Path(noted[key]).name
+    noted = content["metadata"].get("papermill", {})
+    for key in {"input_path", "output_path"} & noted.keys(): noted[key] = Path(noted[key]).name
     notebook.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")

@@ -15,13 +15,13 @@ from safetensors.torch import save_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-# %% ../../nbs/measure/00_size.ipynb #f614c06a
+# %% ../../nbs/measure/00_size.ipynb #fee77a1c
 @dataclass(frozen=True)
 class ParamCount:
     "Numbers of parameters; tensors that are shared count once."
     total: int
     trainable: int
-    embedding: int  # in `nn.Embedding` and `nn.EmbeddingBag` tables, factors of a table included where they are named so
+    embedding: int  # in `nn.Embedding` and `nn.EmbeddingBag` tables; the second factor of a factorised table is not among them
 
     @property
     def non_embedding(self) -> int: return self.total - self.embedding

@@ -10,14 +10,16 @@ from ..data.sources import checkpoint_path
 from ..layers.dendritic_linear import DendriticLinear
 from .vocabulary import contextual_table, factorise, trim_tokenizer
 
-# %% ../../nbs/models/01_dsn.ipynb #23208635
+# %% ../../nbs/models/01_dsn.ipynb #e7a85d8b
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-# %% ../../nbs/models/01_dsn.ipynb #0324436e
+# %% ../../nbs/models/01_dsn.ipynb #3c600d94
 class DSNConfig(PreTrainedConfig):
     "Sizes of a `DSNForSequenceClassification`."
     model_type = "dsn"
@@ -37,6 +39,7 @@ class DSNConfig(PreTrainedConfig):
         for name, value, least in [("vocab_size", vocab_size, 1), ("embedding_size", embedding_size, 1), ("hidden_size", hidden_size, 1),
                                    ("num_dendrites", num_dendrites, 0), ("ngram_buckets", ngram_buckets, 0)]:
             if value < least: raise ValueError(f"{name} must be at least {least}, got {value}")
+        if embedding_rank is not None and embedding_rank < 1: raise ValueError(f"embedding_rank must be at least 1 or None, got {embedding_rank}")
         for name, value in [("dropout", dropout), ("word_dropout", word_dropout)]:
             if not 0 <= value < 1: raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
         self.vocab_size, self.embedding_size, self.embedding_rank = vocab_size, embedding_size, embedding_rank
@@ -64,7 +67,7 @@ def hashed_pairs(
     bucket = (left * 1_000_003 + right * 7_919) % 2_147_483_647 * 48_271 % 2_147_483_647 % buckets + 1
     return bucket * (mask[:, :-1].bool() & mask[:, 1:].bool())
 
-# %% ../../nbs/models/01_dsn.ipynb #5455a992
+# %% ../../nbs/models/01_dsn.ipynb #6e190769
 class DSNForSequenceClassification(PreTrainedModel):
     """A BERT-family model without encoder layers and pooler, for texts with one label each.
 
@@ -72,7 +75,7 @@ class DSNForSequenceClassification(PreTrainedModel):
     """
     config_class = DSNConfig
     base_model_prefix = "dsn"
-    tokenizer = None  # set by `from_encoder`; saved with the model
+    tokenizer = None  # set by `from_encoder` and, from a folder, by `from_pretrained`; saved with the model
 
     def __init__(self, config: DSNConfig):
         super().__init__(config)
@@ -108,7 +111,7 @@ class DSNForSequenceClassification(PreTrainedModel):
         input_ids: Tensor,  # (batch, tokens)
         attention_mask: Tensor | None = None,  # (batch, tokens); None: all but the padding token
         labels: Tensor | None = None,  # (batch,) class numbers
-        **unused,  # token_type_ids and the like, which a BERT tokenizer adds
+        token_type_ids: Tensor | None = None,  # not used; BERT tokenizers give them
     ) -> SequenceClassifierOutput:  # with logits (batch, num_labels), and loss where labels are given
         hidden = F.relu(self.hidden(self.dropout(self.pool(input_ids, attention_mask))))
         logits = self.classifier(self.dropout(hidden))
@@ -147,13 +150,21 @@ def from_encoder(cls,
 
 DSNForSequenceClassification.from_encoder = classmethod(from_encoder)
 
-# %% ../../nbs/models/01_dsn.ipynb #77cec741
+# %% ../../nbs/models/01_dsn.ipynb #9059b569
 def save_pretrained(self, save_directory, **kwargs):
     "Save weights, configuration and, where there is one, the tokenizer."
     PreTrainedModel.save_pretrained(self, save_directory, **kwargs)
     if self.tokenizer is not None: self.tokenizer.save_pretrained(save_directory)
 
 
+def from_pretrained(cls, name_or_path, *args, **kwargs):
+    "Load a model and, where its folder has one, its tokenizer."
+    model = super(DSNForSequenceClassification, cls).from_pretrained(name_or_path, *args, **kwargs)
+    if (Path(name_or_path) / "tokenizer.json").exists(): model.tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    return model
+
+
 DSNForSequenceClassification.save_pretrained = save_pretrained
+DSNForSequenceClassification.from_pretrained = classmethod(from_pretrained)
 AutoConfig.register("dsn", DSNConfig, exist_ok=True)
 AutoModelForSequenceClassification.register(DSNConfig, DSNForSequenceClassification, exist_ok=True)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-# %% ../../nbs/models/00_vocabulary.ipynb #f091965f
+# %% ../../nbs/models/00_vocabulary.ipynb #21e86c15
 def rank_pieces(
     tokenizer: PreTrainedTokenizerFast,
     texts: Iterable[str] | None,  # None: rank by the pretrained vocabulary's own order
@@ -25,8 +25,11 @@ def rank_pieces(
     special = {t for t in tokenizer.all_special_tokens}
     counts = Counter()
     if texts is not None:
-        for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]: counts.update(set(ids))
-    return sorted((piece for piece, _ in by_id), key=lambda p: (p not in special, -counts[tokenizer.convert_tokens_to_ids(p)]))
+        texts = list(texts)
+        if not texts: raise ValueError("expected at least one text to rank pieces by; None ranks them by the vocabulary's own order")
+        for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]: counts.update(set(ids))
+    place = lambda piece: (piece not in special, -counts[tokenizer.convert_tokens_to_ids(piece)], piece.startswith("[unused"))
+    return sorted((piece for piece, _ in by_id), key=place)
 
 # %% ../../nbs/models/00_vocabulary.ipynb #cba4b5dc
 def _with_parts(pieces: list[str], merges: list) -> list[str]:
@@ -48,7 +51,7 @@ def _with_parts(pieces: list[str], merges: list) -> list[str]:
 
 def _merge_pair(merge) -> tuple[str, str]: return tuple(merge.split(" ") if isinstance(merge, str) else merge)
 
-# %% ../../nbs/models/00_vocabulary.ipynb #949f758b
+# %% ../../nbs/models/00_vocabulary.ipynb #44d3388b
 def trim_tokenizer(
     tokenizer: PreTrainedTokenizerFast,  # WordPiece or byte-pair encoding
     vocab_size: int,  # pieces to keep, special tokens included
@@ -71,8 +74,9 @@ def trim_tokenizer(
         model["unk_token"] = tokenizer.unk_token
     state["added_tokens"] = [{**t, "id": new_ids[t["content"]]} for t in state["added_tokens"] if t["content"] in new_ids]
     _renumber(state["post_processor"], new_ids)
-    small = type(tokenizer)(tokenizer_object=Tokenizer.from_str(json.dumps(state)), model_max_length=tokenizer.model_max_length,
-                            **{k: v for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)})
+    # the plain class: tokenizer.json then says everything, and a reload cannot rebuild it in its own way
+    small = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), model_max_length=tokenizer.model_max_length,
+                                    **{k: v for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)})
     return small, torch.tensor([old_ids[p] for p in kept])
 
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['parameter_groups', 'DivergenceError', 'Fit', 'Settings', 'fit', 'predict', 'accuracy', 'distillation_loss']
 
-# %% ../../nbs/training/02_loop.ipynb #aa9b45d7
+# %% ../../nbs/training/02_loop.ipynb #f03e4b09
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
@@ -54,7 +55,7 @@ class Fit:
     @property
     def seconds(self) -> float: return sum(row["seconds"] for row in self.history)
 
-# %% ../../nbs/training/02_loop.ipynb #5b3f4565
+# %% ../../nbs/training/02_loop.ipynb #5fca3146
 @dataclass(frozen=True)
 class Settings:
     "How to train. The founding documents' AdamW with linear decay is the default."
@@ -73,17 +74,21 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self):
-        for name, least in [("epochs", 1), ("accumulation", 1)]:
-            if getattr(self, name) < least: raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("lr", "weight_decay", "warmup"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0): raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
+        for name in ("epochs", "accumulation", "patience", "seed"):
+            value, least = getattr(self, name), 0 if name == "seed" else 1
+            if (name, value) == ("patience", None): continue
+            if type(value) is not int or value < least: raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        rates = {"lr": self.lr, "weight_decay": self.weight_decay, "warmup": self.warmup, **{f"learning_rates[{k!r}]": v for k, v in self.learning_rates.items()}}
+        for name, value in rates.items():
+            if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0): raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+        if self.clip is not None and not self.clip > 0: raise ValueError(f"clip must be above 0 or None, got {self.clip}")
         if self.warmup > 1: raise ValueError(f"warmup is a share of all steps, at most 1, got {self.warmup}")
         if self.precision not in ("no", "bf16", "fp16"): raise ValueError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
 
-# %% ../../nbs/training/02_loop.ipynb #6affe58a
+# %% ../../nbs/training/02_loop.ipynb #6648ecd6
 def fit(
     model: nn.Module,  # trained in place
-    train: Iterable[dict],  # a DataLoader of batches; each is passed as `model(**batch)`
+    train: DataLoader,  # of dictionaries; each is passed as `model(**batch)`
     *,
     loss: Callable[[nn.Module, dict], Tensor] | None = None,  # (model, batch) -> scalar; None: `model(**batch).loss`
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None,  # figures of a model in eval mode, on validation data
@@ -97,19 +102,24 @@ def fit(
     """Train `model` with AdamW. Raises `ValueError` for settings or data that cannot work, `DivergenceError` when
     the loss is not finite and `CheckpointError` when `checkpoint` is damaged or was made with other settings."""
     settings = Settings(**settings)
+    if not isinstance(train, DataLoader): raise TypeError(f"train must be a torch DataLoader, got {type(train).__name__}")
     if len(train) == 0: raise ValueError("the training data are empty")
+    if settings.patience is not None and evaluate is None: raise ValueError("patience needs an evaluate function")
     accelerator = _accelerator(settings, tuple(trackers), tracker_dir, cpu)
-    set_seed(settings.seed)
     optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, settings.learning_rates, settings.weight_decay), fused=True)
     steps = settings.epochs * math.ceil(len(train) / settings.accumulation)
     scheduler = get_scheduler(settings.schedule, optimizer, round(settings.warmup * steps), steps)
     model, optimizer, train, scheduler = accelerator.prepare(model, optimizer, train, scheduler)
-    run = _Run(accelerator, model, optimizer, scheduler, settings, Path(checkpoint) if checkpoint else None)
-    run.resume()
-    with Progress(settings.epochs * len(train), description) as bar:
-        bar.step(run.epoch * len(train))
-        while run.epoch < settings.epochs and not run.patience_spent(): run.one_epoch(train, loss, evaluate, bar)
-    run.finish()
+    run = _Run(accelerator, model, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None)
+    try:
+        run.resume()
+        with Progress(settings.epochs * len(train), description) as bar:
+            bar.step(run.epoch * len(train))
+            while run.epoch < settings.epochs and not run.patience_spent(): run.one_epoch(train, loss, evaluate, bar)
+        run.restore_best()
+    finally:
+        accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
+        accelerator.end_training()
     return run.fit
 
 # %% ../../nbs/training/02_loop.ipynb #010db7e6
@@ -124,11 +134,11 @@ def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str
     if trackers: accelerator.init_trackers("dendritic_lab", config=plain)
     return accelerator
 
-# %% ../../nbs/training/02_loop.ipynb #f0a49417
+# %% ../../nbs/training/02_loop.ipynb #5718ee4f
 class _Run:
-    def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, checkpoint: Path | None):
+    def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None):
         self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
-        self.settings, self.checkpoint = settings, checkpoint
+        self.settings, self.batches, self.checkpoint = settings, batches, checkpoint
         self.fit, self.epoch, self.step, self.best = Fit(), 0, 0, None
 
     @property
@@ -137,6 +147,7 @@ class _Run:
     def one_epoch(self, train, loss, evaluate, bar: Progress):
         "Train on every batch once, evaluate, remember the best weights, save."
         start, total, batches = time.perf_counter(), 0.0, 0
+        _seed_epoch(train, self.settings.seed, self.epoch)
         self.model.train()
         for batch in train:
             total, batches = total + self.one_step(batch, loss), batches + 1
@@ -145,9 +156,10 @@ class _Run:
         row = {"epoch": self.epoch, "step": self.step, "loss": total / batches, "lr": self.scheduler.get_last_lr()[0]}
         if evaluate is not None:
             self.model.eval()
-            with torch.no_grad(): row |= evaluate(self.bare)
-            self.keep_if_best(row)
-            bar.show(**{self.settings.monitor: row[self.settings.monitor]})
+            with torch.no_grad(): figures = evaluate(self.bare)
+            self.keep_if_best(figures)
+            bar.show(**{self.settings.monitor: figures[self.settings.monitor]})
+            row |= {f"validation_{k}" if k in row or k == "seconds" else k: v for k, v in figures.items()}
         self.fit.history.append(row | {"seconds": time.perf_counter() - start})
         self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
         self.save()
@@ -157,21 +169,26 @@ class _Run:
         with self.accelerator.accumulate(self.model):
             value = self.model(**batch).loss if loss is None else loss(self.model, batch)
             number = value.item()
-            if not math.isfinite(number):
-                raise DivergenceError(f"the loss is {number} at step {self.step + 1} (epoch {self.epoch + 1}): lower the learning rate or look at the data of that batch")
+            self.check_finite(number, "loss")
             self.accelerator.backward(value)
             if self.accelerator.sync_gradients:
-                if self.settings.clip is not None: self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+                norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip or math.inf)
+                if self.settings.precision != "fp16": self.check_finite(norm.item(), "norm of the gradient")  # fp16's loss scaling skips such steps itself
                 self.step += 1
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
         return number
 
-    def keep_if_best(self, row: dict):
+    def check_finite(self, number: float, what: str):
+        if math.isfinite(number): return
+        raise DivergenceError(f"the {what} is {number} at step {self.step + 1} (epoch {self.epoch + 1}): lower the learning rate or look at the data of that batch")
+
+    def keep_if_best(self, figures: dict[str, float]):
         "Remember the weights when the monitored figure is the best so far."
-        if self.settings.monitor not in row: raise ValueError(f"evaluate gave no figure {self.settings.monitor!r}; it gave: {', '.join(k for k in row if k not in ('epoch', 'step', 'loss', 'lr'))}")
-        score, sign = row[self.settings.monitor], 1 if self.settings.maximize else -1
+        if self.settings.monitor not in figures: raise ValueError(f"evaluate gave no figure {self.settings.monitor!r}; it gave: {', '.join(figures) or 'none'}")
+        score, sign = figures[self.settings.monitor], 1 if self.settings.maximize else -1
+        if not math.isfinite(score): raise ValueError(f"evaluate gave {self.settings.monitor} = {score} after epoch {self.epoch}")
         if self.fit.best_score is None or sign * score > sign * self.fit.best_score:
             self.fit.best_epoch, self.fit.best_score = self.epoch, score
             self.best = {k: v.detach().cpu().clone() for k, v in self.bare.state_dict().items()}
@@ -181,29 +198,37 @@ class _Run:
 
     def save(self):
         if self.checkpoint is None or not self.accelerator.is_main_process: return
-        state = {"settings": vars(self.settings), "epoch": self.epoch, "step": self.step, "fit": vars(self.fit), "scheduler": _plain(self.scheduler.state_dict())}
+        state = {"settings": vars(self.settings), "batches": self.batches, "epoch": self.epoch, "step": self.step, "fit": vars(self.fit), "scheduler": _plain(self.scheduler.state_dict())}
         save_checkpoint(self.checkpoint, self.bare, self.best, self.optimizer.optimizer, state)
 
     def resume(self):
         "Go on from the checkpoint, where there is one."
         if self.checkpoint is None or not (self.checkpoint.exists() or self.checkpoint.with_name(self.checkpoint.name + ".old").exists()): return
-        state, self.best = load_checkpoint(self.checkpoint, self.bare, self.optimizer.optimizer)
-        differing = [k for k, v in vars(self.settings).items() if state["settings"].get(k) != v]
-        if differing: raise CheckpointError(f"the checkpoint {self.checkpoint} was made with other settings ({', '.join(differing)}); delete it or restore them")
+        state, self.best = load_checkpoint(self.checkpoint, self.bare, self.optimizer.optimizer, self.check_state)
         self.epoch, self.step, self.fit = state["epoch"], state["step"], Fit(**state["fit"])
         self.scheduler.load_state_dict(state["scheduler"])
 
-    def finish(self):
-        "Put back the best weights, leave the model in eval mode and close trackers."
+    def check_state(self, state: dict):
+        "Raise `CheckpointError` when a checkpoint was made with other settings or other data."
+        differing = [k for k, v in vars(self.settings).items() if state["settings"].get(k) != v]
+        differing += [] if state["batches"] == self.batches else ["batches in an epoch"]
+        if differing: raise CheckpointError(f"the checkpoint {self.checkpoint} was made with other settings ({', '.join(differing)}); delete it or restore them")
+
+    def restore_best(self):
         if self.best is not None: self.bare.load_state_dict(self.best)
         else: self.fit.best_epoch = self.epoch
-        self.bare.eval()
-        self.accelerator.end_training()
+
+
+def _seed_epoch(train: DataLoader, seed: int, epoch: int):
+    "Seed every generator that an epoch draws from, so that it does not matter what ran before it."
+    set_seed(seed * 1_000_003 % 2**31 + epoch)
+    for owner in (train, getattr(train, "sampler", None), getattr(train, "batch_sampler", None), getattr(getattr(train, "batch_sampler", None), "sampler", None)):
+        if isinstance(getattr(owner, "generator", None), torch.Generator): owner.generator.manual_seed(seed * 1_000_003 % 2**31 + epoch)
 
 
 def _plain(state: dict) -> dict: return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list))}
 
-# %% ../../nbs/training/02_loop.ipynb #5bb8bf30
+# %% ../../nbs/training/02_loop.ipynb #41dc6bc8
 @torch.no_grad()
 def predict(
     model: nn.Module,
@@ -218,8 +243,10 @@ def predict(
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:  # (rows, num_labels), (rows,) -> share that is right, 0 to 1
-    "Share of rows whose largest logit is the label's."
-    return (logits.argmax(-1) == torch.as_tensor(labels)).float().mean().item()
+    "Share of rows whose largest logit is the label's. Raises `ValueError` for no rows or labels of another shape."
+    labels = torch.as_tensor(labels)
+    if logits.ndim != 2 or not len(logits) or labels.shape != logits.shape[:1]: raise ValueError(f"expected logits (rows, classes) and labels (rows,), got {tuple(logits.shape)} and {tuple(labels.shape)}")
+    return (logits.argmax(-1) == labels).float().mean().item()
 
 # %% ../../nbs/training/02_loop.ipynb #c76e2fdf
 def distillation_loss(
