@@ -30,7 +30,7 @@ def test_a_complete_run_has_all_its_files(make_checkout, lab, record):
     assert yaml.safe_load((run / "params.yaml").read_text()) == {"experiment": "tiny", "profile": "quick", "parameters": {"times": 4}}
     environment = json.loads((run / "environment.json").read_text())
     assert environment["packages"]["torch"] and environment["hardware"]["cores"] and environment["git"] is None
-    assert str(run.relative_to(checkout) / "report.html") in done.stdout and "tiny.times" in done.stdout
+    assert str(run.relative_to(checkout) / "report.html") in done.stdout and "times, count" in done.stdout
     assert str(checkout) not in (run / "report.ipynb").read_text() + (run / "environment.json").read_text()
 
 

@@ -115,7 +115,7 @@ class _Watcher:
         try: return json.loads(lines[-1]) if lines else None
         except ValueError: return None   # caught while the line was being written
 
-# %% ../../nbs/lab/06_cli.ipynb #ec0f1016
+# %% ../../nbs/lab/06_cli.ipynb #baa16693
 @app.command()
 def run(
     experiment: Annotated[str, typer.Argument(help="Name of the experiment; see `dendritic-lab list`.")],
@@ -148,11 +148,15 @@ def _relative(path: Path) -> Path: return path.relative_to(Path.cwd()) if path.i
 
 
 def show_figures(metrics: list[dict], title: str):
-    "Print the figures of a metrics.json."
+    "Print the headline figures of a metrics.json, a row for each thing measured and a column for each kind of figure."
     number = lambda v: f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.4g}"
-    interval = lambda m: f"[{number(m['interval'][0])}, {number(m['interval'][1])}]" if m["interval"] else ""
-    rows = [[m["name"], number(m["value"]), interval(m), m["unit"], str(len(m["values"])) if m["seeds"] else ""] for m in metrics]
-    _table(title, ["figure", "value", "interval", "unit", "seeds"], rows)
+    show = lambda m: number(m["value"]) + (f" [{number(m['interval'][0])}, {number(m['interval'][1])}]" if m["interval"] else "")
+    cells, columns = {}, {}
+    for m in [m for m in metrics if m.get("headline")] or metrics:
+        subject, _, kind = m["name"].partition(".")
+        columns[kind] = m["unit"]
+        cells.setdefault(subject, {})[kind] = show(m)
+    _table(title, ["", *(f"{kind}, {unit}" for kind, unit in columns.items())], [[subject, *(row.get(kind, "") for kind in columns)] for subject, row in cells.items()])
 
 # %% ../../nbs/lab/06_cli.ipynb #4a48a25f
 @data_app.command("status")

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# %% ../../nbs/lab/01_record.ipynb #7da03a16
+# %% ../../nbs/lab/01_record.ipynb #63e057c0
 _number = {"type": "number"}
 SCHEMA = {
     "type": "object",
@@ -36,7 +36,8 @@ SCHEMA = {
                     "interval": {"oneOf": [{"type": "null"}, {"type": "array", "items": _number, "minItems": 2, "maxItems": 2}]},
                     "confidence": {"oneOf": [{"type": "null"}, _number]},
                     "claims": {"type": "array", "items": {"type": "string"}},
-                    "setting": {"type": "string"}}}}}}
+                    "setting": {"type": "string"},
+                    "headline": {"type": "boolean"}}}}}}
 
 # %% ../../nbs/lab/01_record.ipynb #55e7cdbc
 class MetricsError(ValueError):
@@ -55,7 +56,7 @@ def read_metrics(path: Path) -> dict:
     except ValueError as e: raise MetricsError(f"metrics.json is damaged: {e}") from None
     return content
 
-# %% ../../nbs/lab/01_record.ipynb #6cc77a11
+# %% ../../nbs/lab/01_record.ipynb #e91148f7
 class Recorder:
     "Collects the results of one experiment and writes them into the folder of the run."
 
@@ -74,6 +75,7 @@ class Recorder:
         seeds: Sequence[int] | None = None,  # of the values; None: 0, 1, ... where there are several, no seed where there is one
         interval: tuple[float, float] | None = None,  # where the spread is not over seeds, such as a ratio's quartiles
         confidence: float | None = None,  # of `interval`
+        headline: bool = False,  # one of the few figures that a run prints at its end
     ):  # a `measure.Interval` over the values
         "Record a figure. Several values get a bootstrap interval. Raises `ValueError` for a bad name, a repeated one or a value that is not finite."
         from dendritic_lab.measure import bootstrap_interval
@@ -87,7 +89,7 @@ class Recorder:
         self.metrics.append({
             "name": name, "value": over_seeds.mean, "unit": unit, "values": values,
             "seeds": list(range(len(values)) if len(values) > 1 else ()) if seeds is None else list(seeds),
-            "interval": list(interval) if interval else None, "confidence": confidence, "claims": list(claims), "setting": setting})
+            "interval": list(interval) if interval else None, "confidence": confidence, "claims": list(claims), "setting": setting, "headline": headline})
         return over_seeds
 
     def dataset(self, record: dict):

@@ -102,7 +102,7 @@ def first_unfinished(notebook: Path) -> tuple[int, str] | None:  # number of the
         if cell["metadata"].get("papermill", {}).get("status") != "completed" or cell["execution_count"] is None: return number, "it was not completed"
     return None
 
-# %% ../../nbs/lab/03_runs.ipynb #a6dda322
+# %% ../../nbs/lab/03_runs.ipynb #54d73e70
 @dataclass
 class Run:
     "A run's folder and what it is doing."
@@ -123,7 +123,7 @@ class Run:
 
     def fail(self) -> Path:
         "The same for a failed run. A full disk may leave the status unwritten; the name is then all that says it."
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # ValueError: a notebook that a full disk cut off
             self.status("failed")
             if (self.folder / "report.ipynb").exists(): forget_paths(self.folder / "report.ipynb")
         try: return self.folder.rename(self.finished.with_suffix(".failed"))

@@ -39,17 +39,17 @@ def stage_notebooks(root: Path, docs: Path) -> list[Path]:
         staged.append(target)
     return staged
 
-# %% ../../nbs/lab/07_site.ipynb #ab12334f
+# %% ../../nbs/lab/07_site.ipynb #28aef193
 def claims_page(verdicts: list[Verdict]) -> str:
     "The table of claims as a page."
     counts = {s: sum(v.status == s for v in verdicts) for s in ("reproduced", "not reproduced", "inconsistent", "not run")}
     lines = ["---", "title: Claims", "---", "", "Every figure that the founding documents claim, with what was measured here. An *inconsistent* claim fails its own arithmetic: "
              "the check is shown beside it. *Not run* means that no reference run answers it yet.", "",
-             ", ".join(f"{n} {s}" for s, n in counts.items()) + ".", "", "| claim | claimed | status | measured here | setting, or the check that fails |", "|---|---|---|---|---|"]
+             ", ".join(f"{n} {s}" for s, n in counts.items()) + ".", "", "| claim | claimed | status | measured here | the check that fails, our setting, notes |", "|---|---|---|---|---|"]
     for v in verdicts:
         value = v.claim["value"]
         claimed = "a table" if isinstance(value, (dict, list)) else f"{value} {v.claim['unit']}"
-        note = f"`{v.claim['check']}`" if v.status == "inconsistent" else (v.metric or {}).get("setting", "")
+        note = "; ".join(filter(None, [f"`{v.claim['check']}`" if v.status == "inconsistent" else "", (v.metric or {}).get("setting", ""), v.claim.get("note", "")]))
         lines.append("| " + " | ".join(str(c).replace("|", "\\|") for c in (f"`{v.claim['id']}`", claimed, v.status, v.measured, note)) + " |")
     return "\n".join(lines) + "\n"
 
