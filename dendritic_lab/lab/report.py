@@ -80,6 +80,7 @@ def write_html(notebook: Path, target: Path):
         if cell.cell_type == "markdown": cell.source = render_math(cell.source)
     exporter = HTMLExporter(template_name="basic", exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True, embed_images=True)
     body, _ = exporter.from_notebook_node(content)
+    body = re.sub(r'<a class="anchor-link".*?</a>', "", body, flags=re.DOTALL)  # their addresses break on punctuation
     title = re.search(r"<h1[^>]*>(.*?)<", body, re.DOTALL)
     page = PAGE.format(title=html.escape(html.unescape(title[1] if title else notebook.stem)), style=STYLE, body=body)
     loads = external_loads(page)
