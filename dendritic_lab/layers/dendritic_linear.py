@@ -67,12 +67,12 @@ class DendriticLinear(nn.Module):
         nn.init.zeros_(self.lateral_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        base, *inputs = F.linear(x, self.weight, self.bias).split(self.out_features, -1)
-        y, dendrites, a = base, [], iter(self.lateral_scale)
-        for c, z in zip(self.output_scale, inputs):
-            for d in dendrites: z = torch.addcmul(z, next(a), d)
+        y, *inputs = F.linear(x, self.weight, self.bias).split(self.out_features, -1)
+        dendrites, a = [], iter(self.lateral_scale)
+        for j, (c, z) in enumerate(zip(self.output_scale, inputs)):
+            for i, d in enumerate(dendrites): z = z.addcmul_(next(a), d) if i else z.addcmul(next(a), d)
             dendrites.append(self.activation(z))
-            y = torch.addcmul(y, c, dendrites[-1])
+            y = y.addcmul_(c, dendrites[-1]) if j else y.addcmul(c, dendrites[-1])
         return y
 
     @classmethod

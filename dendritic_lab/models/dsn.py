@@ -8,7 +8,7 @@ __all__ = ['DSNConfig', 'masked_mean', 'hashed_pairs', 'DSNForSequenceClassifica
 # %% ../../nbs/models/01_dsn.ipynb #45ef0e99
 from ..data.sources import checkpoint_path
 from ..layers.dendritic_linear import DendriticLinear
-from .vocabulary import contextual_table, factorise, trim_tokenizer
+from .vocabulary import TrimmedTokenizer, contextual_table, factorise, trim_tokenizer
 
 # %% ../../nbs/models/01_dsn.ipynb #e7a85d8b
 from pathlib import Path
@@ -168,3 +168,4 @@ DSNForSequenceClassification.save_pretrained = save_pretrained
 DSNForSequenceClassification.from_pretrained = classmethod(from_pretrained)
 AutoConfig.register("dsn", DSNConfig, exist_ok=True)
 AutoModelForSequenceClassification.register(DSNConfig, DSNForSequenceClassification, exist_ok=True)
+AutoTokenizer.register(DSNConfig, fast_tokenizer_class=TrimmedTokenizer, exist_ok=True)
