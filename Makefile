@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lab docs readme export clean
+.PHONY: help install demo test lab docs kernels readme export clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -29,6 +29,9 @@ lab: install  ## open JupyterLab on the notebooks
 docs: install  ## build the site into _site, with quarto or else smalldocs
 	@if command -v quarto >/dev/null; then echo "building with quarto"; quarto render; \
 	else echo "building with smalldocs (quarto is not on the PATH)"; $(BIN)/smalldocs render; fi
+
+kernels: install  ## build the C++ extension of the attention kernels ahead of its first use
+	$(BIN)/python -m dendritic_kernels
 
 readme: install  ## write the results table of README from outputs/reference
 	$(BIN)/dendritic-lab stage --readme

@@ -1,0 +1,172 @@
+"""Block-sparse attention as one PyTorch operator with several backends."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import cpp, cpu
+from .lists import BlockLists
+from .reference import dense_attention, spread, visible
+
+BACKENDS = ("auto", "triton", "cpp", "cpu", "flex", "dense", "sdpa")
+DENSE_FROM = 0.85  # share of kept blocks from which PyTorch's dense attention is faster on a CPU
+
+
+def block_sparse_attention(
+    q: Tensor,  # (batch, heads, seq, head_dim)
+    k: Tensor,  # (batch, kv_heads, seq, head_dim); heads is a multiple of kv_heads (grouped queries)
+    v: Tensor,  # like k
+    lists: BlockLists,
+    *,
+    lengths: Tensor | None = None,  # (batch,) tokens of each text; None: all
+    causal: bool = False,  # a query sees no later key
+    scale: float | None = None,  # None: head_dim ** -0.5
+    gate: Tensor | None = None,  # (batch, heads, q_blocks, k_blocks), at least 0: multiplies the unnormalised weights of a block
+    audit: BlockLists | None = None,  # dropped blocks for which the gate gets a gradient too
+    backend: str = "auto",
+) -> Tensor:  # (batch, heads, seq, head_dim)
+    """Attention of each query over the keys in its kept blocks.
+
+    A query that sees no key gives zeros and passes no gradient; so do queries past a text's length.
+    Gradients reach q, k, v and, exactly, the gate of every kept block: dL/dgate is the sum over the block of
+    w * (dL/dw - delta), where w is the weight without the gate (Dao et al. 2022 give dL/dw and delta).
+
+    Backends: `triton` (NVIDIA GPUs), `cpu` (PyTorch), `cpp` (C++, compiled on first use; float32 forward, with the
+    gradients of `cpu`; falls back to `cpu` with a warning that says why), `flex` (PyTorch's FlexAttention), `sdpa`
+    (PyTorch's dense attention with a mask), `dense` (written out, also float64). `auto` takes the fastest that fits.
+    `flex` and `sdpa` take no gate.
+
+    Raises `TypeError` or `ValueError` that says what was expected.
+    """
+    _check(q, k, v, lists, lengths, gate, audit, backend)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not math.isfinite(scale): raise ValueError(f"scale must be finite, got {scale}")
+    if q.numel() == 0: return q + k.sum() + v.sum()  # empty, and differentiable
+    if backend == "auto": backend = _fastest(q, lists, gate)
+    elif backend == "cpp" and (reason := cpp.why_not(q, lists.block_size)):
+        warnings.warn(f"block_sparse_attention uses backend 'cpu', because 'cpp' is not available: {reason}", stacklevel=2)
+        backend = "cpu"
+    if lengths is not None: lengths = lengths.to(torch.int32)
+    if backend == "dense":
+        return dense_attention(q, k, v, lists.block_mask(), lists.block_size, lengths=lengths, causal=causal, scale=scale, gate=gate, audit=None if audit is None else audit.block_mask())
+    if backend == "sdpa":
+        mask = spread(lists.block_mask(), lists.seq_len, lists.block_size) & visible(lists.seq_len, lengths, causal, q.device)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return out.masked_fill(~mask.any(-1, keepdim=True), 0)
+    if backend == "flex":
+        from .flex import flex_attention
+        return flex_attention(q, k, v, lists, lengths, causal, scale)
+    audited = (None, None) if audit is None else (audit.row_counts, audit.row_index)
+    return _attention(q, k, v, lists.row_counts, lists.row_index, lists.col_counts, lists.col_index, lengths, gate, *audited, lists.block_size, causal, scale, backend)[0]
+
+
+def _fastest(q: Tensor, lists: BlockLists, gate: Tensor | None) -> str:
+    if q.is_cuda: return "triton"  # without looking at the density, which would wait for the device
+    if gate is None and lists.density() >= DENSE_FROM and q.dtype != torch.float64: return "sdpa"
+    return "cpu" if cpp.why_not(q, lists.block_size) else "cpp"
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, lengths: Tensor | None, gate: Tensor | None, audit: BlockLists | None, backend: str):
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor): raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dim() != 4: raise ValueError(f"{name} must be (batch, heads, seq, head_dim), got {tuple(x.shape)}")
+        if not x.is_floating_point(): raise TypeError(f"{name} must be floating-point, got {x.dtype}")
+        if x.dtype != q.dtype: raise TypeError(f"q, k and v must have one dtype, got {q.dtype} and {x.dtype}")
+        if x.device != q.device: raise ValueError(f"q, k and v must be on one device, got {q.device} and {x.device}")
+    if not isinstance(lists, BlockLists): raise TypeError(f"lists must be a BlockLists, got {type(lists).__name__}")
+    batch, heads, seq, dim = q.shape
+    if dim == 0: raise ValueError("head_dim must be at least 1, got 0")
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[2:] != q.shape[2:]: raise ValueError(f"k and v must be (batch, kv_heads, seq, head_dim) = ({batch}, any, {seq}, {dim}), got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[1] == 0 and heads or k.shape[1] and heads % k.shape[1]: raise ValueError(f"q's {heads} heads must be a multiple of k's {k.shape[1]}")
+    if lists.seq_len != seq: raise ValueError(f"lists are for {lists.seq_len} tokens, q has {seq}")
+    for name, of in (("lists", lists), ("audit", audit)):
+        if of is None: continue
+        if not isinstance(of, BlockLists): raise TypeError(f"{name} must be a BlockLists, got {type(of).__name__}")
+        if tuple(of.row_counts.shape[:2]) != (batch, heads): raise ValueError(f"{name} are for {tuple(of.row_counts.shape[:2])} (batch, heads), q has {(batch, heads)}")
+        if of.device != q.device: raise ValueError(f"{name} are on {of.device}, q is on {q.device}")
+        if (of.seq_len, of.block_size) != (lists.seq_len, lists.block_size): raise ValueError(f"audit is for {of.seq_len} tokens in blocks of {of.block_size}, lists for {lists.seq_len} in blocks of {lists.block_size}")
+    if lengths is not None:
+        if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64): raise TypeError("lengths must be an int32 or int64 tensor")
+        if tuple(lengths.shape) != (batch,): raise ValueError(f"lengths must be ({batch},), got {tuple(lengths.shape)}")
+        if lengths.device != q.device: raise ValueError(f"lengths are on {lengths.device}, q is on {q.device}")
+        if not lengths.is_cuda and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= seq: raise ValueError(f"lengths must be 0 to {seq}, got {lengths.tolist()}")
+    if gate is not None:
+        if not isinstance(gate, Tensor) or not gate.is_floating_point(): raise TypeError("gate must be a floating-point tensor")
+        if gate.shape != lists.row_index.shape: raise ValueError(f"gate must be (batch, heads, q_blocks, k_blocks) = {tuple(lists.row_index.shape)}, got {tuple(gate.shape)}")
+        if gate.device != q.device: raise ValueError(f"gate is on {gate.device}, q is on {q.device}")
+    if audit is not None and gate is None: raise ValueError("audit needs a gate, whose gradient it extends")
+    if backend not in BACKENDS: raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend in ("flex", "sdpa") and gate is not None: raise ValueError(f"backend {backend!r} takes no gate")
+    if backend in ("cpu", "cpp") and q.device.type != "cpu": raise ValueError(f"backend {backend!r} needs tensors on the CPU, got {q.device}")
+    if backend == "triton" and q.dtype == torch.float64: raise TypeError("backend 'triton' takes float32, float16 and bfloat16, got float64")
+    if backend == "triton" and not 16 <= dim <= 128: raise ValueError(f"backend 'triton' takes a head_dim of 16 to 128, got {dim}")
+
+
+def _implementation(backend: str):
+    if backend != "triton": return {"cpu": cpu, "cpp": cpp}[backend]
+    from . import triton_kernels
+    return triton_kernels
+
+
+@torch.library.custom_op("dendritic_kernels::block_sparse_attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, col_counts: Tensor, col_index: Tensor, lengths: Tensor | None,
+    gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None, block_size: int, causal: bool, scale: float, backend: str,
+) -> tuple[Tensor, Tensor]:
+    return _implementation(backend).forward(q, k, v, row_counts, row_index, lengths, gate, block_size, causal, scale)
+
+
+@_attention.register_fake
+def _(q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size, causal, scale, backend):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+@torch.library.custom_op("dendritic_kernels::block_sparse_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor, row_index: Tensor, col_counts: Tensor, col_index: Tensor,
+    lengths: Tensor | None, gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None, block_size: int, causal: bool, scale: float, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lists = (row_counts, row_index, col_counts, col_index) if backend == "triton" else (row_counts, row_index)
+    dq, dk, dv, dgate = _implementation(backend).backward(grad, q, k, v, out, lse, *lists, lengths, gate, audit_counts, audit_index, block_size, causal, scale)
+    return dq, dk, dv, q.new_empty(0) if dgate is None else dgate
+
+
+@_backward.register_fake
+def _(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size, causal, scale, backend):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+
+
+def _remember(ctx, inputs, output):
+    *tensors, block_size, causal, scale, backend = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.settings = block_size, causal, scale, backend
+
+
+def _differentiate(ctx, grad, _):
+    q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, out, lse = ctx.saved_tensors
+    dq, dk, dv, dgate = _backward(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, *ctx.settings)
+    return dq, dk, dv, None, None, None, None, None, None if gate is None else dgate, *(None,) * 6
+
+
+_attention.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _products(q: Tensor, row_counts: Tensor, block_size: int, number: int) -> int:
+    "Operations of `number` matrix products over the kept blocks: 2 for a multiplication and its addition."
+    return 2 * number * int(row_counts.sum()) * block_size ** 2 * q.shape[-1]
+
+
+@register_flop_formula(torch.ops.dendritic_kernels.block_sparse_attention, get_raw=True)
+def _(q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size, *args, out_val=None, **kwargs) -> int:
+    return _products(q, row_counts, block_size, 2)
+
+
+@register_flop_formula(torch.ops.dendritic_kernels.block_sparse_attention_backward, get_raw=True)
+def _(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size, *args, out_val=None, **kwargs) -> int:
+    return _products(q, row_counts, block_size, 5) + (0 if audit_counts is None else _products(q, audit_counts, block_size, 2))

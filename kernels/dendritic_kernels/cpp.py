@@ -1,0 +1,72 @@
+"""Block-sparse attention on a CPU with a small C++ function, compiled for this processor on first use.
+
+The library is kept in the user's cache directory under a name that holds a digest of the source and of how it was
+compiled, so a change of either builds another, and two processes that build at once do not disturb each other.
+`python -m dendritic_kernels` builds it ahead of time.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .cpu import backward  # noqa: F401  the gradients of this backend
+
+SOURCE = Path(__file__).with_name("attention.cpp")
+PROCESSORS = {"AVX512": (16, ["-mavx512f", "-mfma"]), "AVX2": (8, ["-mavx2", "-mfma"]), "DEFAULT": (4, [])}
+
+
+def _lanes() -> int: return PROCESSORS.get(torch.backends.cpu.get_cpu_capability(), PROCESSORS["DEFAULT"])[0]
+
+
+def why_not(q: Tensor, block_size: int) -> str | None:
+    "Why this backend cannot take these tensors, or None."
+    if q.dtype != torch.float32: return f"it takes float32, not {q.dtype}"
+    if q.shape[-1] % _lanes() or block_size % _lanes(): return f"head_dim and block size must be multiples of {_lanes()} on this processor, got {q.shape[-1]} and {block_size}"
+    return _library()[1]
+
+
+@lru_cache(1)
+def _library() -> tuple[ctypes.CDLL | None, str | None]:
+    "The compiled library, or None and the reason."
+    capability = torch.backends.cpu.get_cpu_capability()
+    lanes, flags = PROCESSORS.get(capability, PROCESSORS["DEFAULT"])
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None: return None, "no C++ compiler was found (c++, g++, clang++ or the CXX variable)"
+    command = [compiler, "-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread", f"-DLANES={lanes}", *flags]
+    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dendritic_kernels"
+    path = folder / f"attention-{digest}.so"
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as building:
+                built = Path(building, "attention.so")
+                subprocess.run([*command, str(SOURCE), "-o", str(built)], check=True, capture_output=True, text=True)
+                built.replace(path)
+        library = ctypes.CDLL(str(path))
+    except subprocess.CalledProcessError as e: return None, f"{compiler} failed: {(e.stderr.strip().splitlines() or ['no message'])[0]}"
+    except OSError as e: return None, f"the library could not be built or loaded: {e}"
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.block_sparse_forward.argtypes = [pointer] * 9 + [number] * 7 + [ctypes.c_float, ctypes.c_int, ctypes.c_int]
+    library.block_sparse_forward.restype = None
+    return library, None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None, gate: Tensor | None,
+            block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    "Output like q, and the logarithm of the weights' sum (batch, heads, seq), +inf where nothing is kept."
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    gate = gate if gate is None else gate.float().contiguous()
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+    address = lambda x: None if x is None else x.data_ptr()
+    _library()[0].block_sparse_forward(*map(address, (q, k, v, out, lse, row_counts, row_index, lengths, gate)), q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3],
+                                       row_index.shape[-1], block_size, scale, causal, torch.get_num_threads())
+    return out, lse

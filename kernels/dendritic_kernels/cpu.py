@@ -1,0 +1,168 @@
+"""Block-sparse attention on a CPU: kept key blocks are gathered for a few rows of blocks at a time.
+
+Each chunk is small enough to stay in cache, and its products are ordinary batched matrix products. Rows of
+blocks with as many kept blocks go into a chunk together, so that little of it is filling.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 2 ** 19  # attention scores in a chunk
+
+
+@dataclass
+class _Problem:
+    "One call: its operands cut into blocks, and the rows of blocks that keep something."
+    q: Tensor  # (batch * heads * blocks, block_size, head_dim)
+    k: Tensor  # (batch * kv_heads * blocks, block_size, head_dim)
+    v: Tensor
+    counts: Tensor  # (batch * heads * blocks,) kept blocks that a row can see
+    index: Tensor  # (batch * heads * blocks, blocks)
+    ends: Tensor | None  # (batch,) keys that count; None: all blocks are full
+    shape: tuple[int, int, int, int, int]  # batch, heads, kv_heads, blocks, block_size
+    causal: bool
+
+
+@dataclass
+class _Chunk:
+    rows: Tensor  # (rows,) numbers of rows of blocks
+    keys: Tensor  # (rows * kept,) numbers of their key blocks in `_Problem.k`
+    index: Tensor  # (rows, kept) numbers of the key blocks within their sequence
+    hidden: Tensor | None  # (rows, block_size or 1, kept * block_size) bool: scores that do not count
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, index: Tensor, lengths: Tensor | None, block_size: int, causal: bool) -> _Problem:
+    batch, heads, seq, _ = q.shape
+    blocks = index.shape[-1]
+    ends = lengths if lengths is not None else torch.full((batch,), seq) if seq % block_size else None
+    if ends is not None or causal:
+        visible = torch.full((batch, blocks), blocks)
+        if ends is not None:
+            reach = (ends.long() + block_size - 1) // block_size
+            visible = reach[:, None] * (torch.arange(blocks) < reach[:, None])
+        if causal: visible = visible.minimum(torch.arange(1, blocks + 1))
+        within = torch.arange(blocks) < counts[..., None]
+        counts = ((index < visible[:, None, :, None]) & within).sum(-1)
+    return _Problem(*(_blocks(x, block_size) for x in (q, k, v)), counts.flatten().long(), index.flatten(0, 2), ends, (batch, heads, k.shape[1], blocks, block_size), causal)
+
+
+def _blocks(x: Tensor, block_size: int) -> Tensor:
+    "(batch, heads, seq, head_dim) to (batch * heads * blocks, block_size, head_dim), the last block filled with zeros."
+    return F.pad(x, (0, 0, 0, -x.shape[2] % block_size)).reshape(-1, block_size, x.shape[-1])
+
+
+def _whole(x: Tensor, like: Tensor) -> Tensor:
+    "The inverse of `_blocks`."
+    return x.reshape(*like.shape[:2], -1, like.shape[-1])[:, :, :like.shape[2]].to(like.dtype)
+
+
+def _chunks(p: _Problem, counts: Tensor, index: Tensor) -> Iterator[_Chunk]:
+    "Rows of blocks with something kept, those with few first."
+    _, heads, kv_heads, blocks, size = p.shape
+    counts, order = counts.sort(stable=True)
+    many, first = counts.tolist(), int((counts == 0).sum())
+    while first < len(many):
+        last = first + 1
+        while last < len(many) and (last + 1 - first) * many[last] * size * size <= CHUNK: last += 1
+        rows, kept = order[first:last], many[last - 1]
+        chosen = index[rows, :kept]
+        kv = rows // (blocks * heads) * kv_heads + rows // blocks % heads // (heads // kv_heads)
+        yield _Chunk(rows, (kv[:, None] * blocks + chosen).flatten(), chosen, _hidden(p, rows, chosen, counts[first:last]))
+        first = last
+
+
+def _hidden(p: _Problem, rows: Tensor, index: Tensor, counts: Tensor) -> Tensor | None:
+    "Scores that do not count: places past the end of a list, keys past the end of a text, keys after their query."
+    _, heads, _, blocks, size = p.shape
+    kept, parts = index.shape[1], []
+    if counts[0] < kept: parts.append((torch.arange(kept) >= counts[:, None]).repeat_interleave(size, 1)[:, None])
+    if p.ends is not None or p.causal:
+        keys = (index[:, :, None] * size + torch.arange(size)).flatten(1)[:, None]
+        if p.ends is not None: parts.append(keys >= p.ends[rows // (blocks * heads)][:, None, None])
+        if p.causal: parts.append(keys > (rows % blocks * size)[:, None, None] + torch.arange(size)[:, None])
+    hidden = None
+    for part in parts: hidden = part if hidden is None else hidden | part
+    return hidden
+
+
+def _scores(p: _Problem, chunk: _Chunk, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    "Scores (rows, block_size, kept * block_size) of a chunk, and its queries, keys and values."
+    rows, dim = len(chunk.rows), p.q.shape[-1]
+    q = p.q[chunk.rows]
+    k, v = (x.index_select(0, chunk.keys).view(rows, -1, dim) for x in (p.k, p.v))
+    if q.dtype in (torch.float16, torch.bfloat16): q, k, v = q.float(), k.float(), v.float()
+    scores = torch.baddbmm(q.new_empty(rows, q.shape[1], k.shape[1]), q, k.transpose(1, 2), beta=0, alpha=scale)
+    if chunk.hidden is not None: scores.masked_fill_(chunk.hidden, -torch.inf)
+    return scores, q, k, v
+
+
+def _by_block(scores: Tensor, size: int) -> Tensor:  # (rows, block_size, kept, block_size)
+    return scores.view(*scores.shape[:2], -1, size)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None, gate: Tensor | None,
+            block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    "Output like q, and the logarithm of the weights' sum (batch, heads, seq), +inf where nothing is kept."
+    p = _problem(q, k, v, row_counts, row_index, lengths, block_size, causal)
+    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    out, lse = torch.zeros_like(p.q), torch.full(p.q.shape[:2], torch.inf, dtype=wide)
+    for chunk in _chunks(p, p.counts, p.index):
+        scores, _, _, v_kept = _scores(p, chunk, scale)
+        largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(wide).min)
+        weights = scores.sub_(largest).exp_()
+        if gate is not None: _by_block(weights, block_size).mul_(gate.flatten(0, 2)[chunk.rows[:, None], chunk.index].to(wide)[:, None, :, None])
+        total = weights.sum(-1, keepdim=True)
+        out[chunk.rows] = torch.bmm(weights, v_kept).div_(total.masked_fill(total == 0, 1)).to(out.dtype)
+        lse[chunk.rows] = torch.where(total == 0, torch.inf, largest + total.log()).squeeze(-1)
+    out, lse = _whole(out, q), lse.view(*q.shape[:2], -1)[..., :q.shape[2]].contiguous()
+    if lengths is not None:
+        past = (torch.arange(q.shape[2]) >= lengths[:, None])[:, None]
+        out, lse = out.masked_fill_(past[..., None], 0), lse.masked_fill_(past, torch.inf)
+    return out, lse
+
+
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None,
+             gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None, block_size: int, causal: bool, scale: float,
+             ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    "Gradients of q, k, v and, where there is a gate, of it."
+    p = _problem(q, k, v, row_counts, row_index, lengths, block_size, causal)
+    if lengths is not None: grad = grad.masked_fill((torch.arange(q.shape[2]) >= lengths[:, None])[:, None, :, None], 0)
+    wide = lse.dtype
+    grads, delta = _blocks(grad, block_size), _blocks((grad.to(wide) * out.to(wide)).sum(-1, keepdim=True), block_size)
+    lse = _blocks(lse[..., None].masked_fill(lse[..., None] == -torch.inf, torch.inf), block_size)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (p.q, p.k, p.v))
+    dgate = None if gate is None else torch.zeros(gate.shape, dtype=wide).flatten(0, 2)
+
+    def weights_and_slope(chunk: _Chunk) -> tuple[Tensor, ...]:
+        "Weights without the gate, dL/dweight, and the chunk's operands."
+        scores, q_kept, k_kept, v_kept = _scores(p, chunk, scale)
+        weights = scores.sub_(lse[chunk.rows]).exp_()
+        grad_kept = grads[chunk.rows].to(wide)
+        slope = torch.bmm(grad_kept, v_kept.transpose(1, 2)).sub_(delta[chunk.rows])
+        return weights, slope, grad_kept, q_kept, k_kept
+
+    def add_to_gate(chunk: _Chunk, slopes: Tensor):
+        dgate[chunk.rows] += torch.zeros_like(dgate[chunk.rows]).scatter_add_(1, chunk.index.long(), slopes.sum((1, 3)))
+
+    for chunk in _chunks(p, p.counts, p.index):
+        weights, slope, grad_kept, q_kept, k_kept = weights_and_slope(chunk)
+        dscores = slope.mul_(weights)
+        if gate is not None:
+            block_slopes = _by_block(dscores, block_size)
+            add_to_gate(chunk, block_slopes)
+            of_block = gate.flatten(0, 2)[chunk.rows[:, None], chunk.index].to(wide)[:, None, :, None]
+            block_slopes.mul_(of_block)
+            _by_block(weights, block_size).mul_(of_block)
+        dq[chunk.rows] = torch.bmm(dscores, k_kept).mul_(scale)
+        dk.index_add_(0, chunk.keys, torch.bmm(dscores.transpose(1, 2), q_kept).view(-1, block_size, q.shape[-1]), alpha=scale)
+        dv.index_add_(0, chunk.keys, torch.bmm(weights.transpose(1, 2), grad_kept).view(-1, block_size, q.shape[-1]))
+    if audit_counts is not None:
+        audited = _problem(q, k, v, audit_counts, audit_index, lengths, block_size, causal)
+        for chunk in _chunks(audited, audited.counts, audited.index):
+            weights, slope, *_ = weights_and_slope(chunk)
+            add_to_gate(chunk, _by_block(slope.mul_(weights), block_size))
+    return _whole(dq, q), _whole(dk, k), _whole(dv, v), None if gate is None else dgate.view(gate.shape).to(gate.dtype)

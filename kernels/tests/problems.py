@@ -1,0 +1,49 @@
+"""Random problems, and what every backend is held to."""
+
+import torch
+from dendritic_kernels import BlockLists, block_sparse_attention
+from dendritic_kernels.reference import dense_attention
+
+
+def problem(seed=0, batch=2, heads=4, kv_heads=2, seq=37, dim=16, block=8, density=0.5, dtype=torch.float32):
+    "Random q, k, v and block mask; the same for the same arguments."
+    generator = torch.Generator().manual_seed(seed)
+    random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    q, k, v = random(batch, heads, seq, dim), random(batch, kv_heads, seq, dim), random(batch, kv_heads, seq, dim)
+    blocks = -(-seq // block)
+    return q, k, v, torch.rand(batch, heads, blocks, blocks, generator=generator) < density
+
+
+def results(call, tensors, weight):
+    "Output of `call` and gradients of its weighted sum, as float64 on the CPU."
+    tensors = [t.detach().clone().requires_grad_() for t in tensors]
+    out = call(*tensors)
+    grads = torch.autograd.grad((out * weight.to(out)).sum(), tensors)
+    return [x.detach().double().cpu() for x in (out, *grads)]
+
+
+def check(backend, *, causal=False, ragged=False, gated=False, device="cpu", **sizes):
+    """Compare a backend with the reference in float64: its error may be twice (output) or three times (gradients)
+    that of dense attention in the same precision."""
+    q, k, v, mask = problem(**sizes)
+    seq, block, seed = q.shape[2], sizes.get("block", 8), sizes.get("seed", 0)
+    generator = torch.Generator().manual_seed(seed + 1)
+    lengths = torch.randint(0, seq + 1, q.shape[:1], generator=generator) if ragged else None
+    random_gate = torch.rand(mask.shape, generator=generator) * 2
+    gate = random_gate.masked_fill(random_gate < 0.2, 0) if gated else None
+    audit = (torch.rand(mask.shape, generator=generator) < 0.3) & ~mask if gated else None
+    weight = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+    tensors = [q, k, v] + [gate] * gated
+    to = lambda x: x if x is None else x.to(device)
+    lists = BlockLists.from_mask(to(mask), seq, block)
+    audited = BlockLists.from_mask(to(audit), seq, block) if gated else None
+
+    sparse = lambda q, k, v, gate=None: block_sparse_attention(q, k, v, lists, lengths=to(lengths), causal=causal, gate=gate, audit=audited, backend=backend)
+    dense = lambda q, k, v, gate=None: dense_attention(q, k, v, mask, block, lengths=lengths, causal=causal, gate=gate, audit=audit)
+    measured = results(sparse, [to(x) for x in tensors], weight)
+    exact = results(dense, [x.double() for x in tensors], weight)
+    same = results(dense, tensors, weight)
+    for name, m, e, s in zip(("output", "q", "k", "v", "gate"), measured, exact, same):
+        rounding = 8 * torch.finfo(q.dtype).eps * (1 + e.abs().max())  # dense attention can be right by luck on a few numbers
+        if name == "gate": rounding = rounding * block  # a sum over a block's queries, which often cancels to zero
+        assert (m - e).abs().max() <= (2 if name == "output" else 3) * (s - e).abs().max() + rounding, name

@@ -1,0 +1,91 @@
+"""The CPU backend against the dense reference in float64, over random shapes, masks and settings."""
+
+import pytest
+import torch
+from dendritic_kernels import BlockLists, block_sparse_attention, cpp, cpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import check, problem
+
+
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 3), kv_heads=st.integers(1, 2), groups=st.integers(1, 3), seq=st.integers(1, 70), dim=st.sampled_from([1, 16, 33]),
+       block=st.sampled_from([1, 8, 16]), density=st.sampled_from([0, 0.1, 0.5, 0.9, 1]), causal=st.booleans(), ragged=st.booleans(), gated=st.booleans(), chunk=st.sampled_from([1, 2**10, 2**19]))
+def test_agrees_with_the_reference(groups, kv_heads, chunk, **sizes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "CHUNK", chunk)
+        check("cpu", heads=kv_heads * groups, kv_heads=kv_heads, **sizes)
+
+
+needs_compiler = pytest.mark.skipif(cpp._library()[1] is not None, reason=f"C++ backend: {cpp._library()[1]}")
+
+
+@needs_compiler
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 3), kv_heads=st.integers(1, 2), groups=st.integers(1, 3), seq=st.integers(1, 150), dim=st.sampled_from([16, 48, 64, 128]),
+       block=st.sampled_from([16, 48, 64]), density=st.sampled_from([0, 0.1, 0.5, 0.9, 1]), causal=st.booleans(), ragged=st.booleans(), gated=st.booleans())
+def test_cpp_agrees_with_the_reference(groups, kv_heads, **sizes): check("cpp", heads=kv_heads * groups, kv_heads=kv_heads, **sizes)
+
+
+@needs_compiler
+def test_cpp_large_scores():
+    "Scores whose exponential would overflow, and NaN where it belongs."
+    q, k, v, mask = problem(seq=64, block=16)
+    lists = BlockLists.from_mask(mask | True, 64, 16)
+    call = lambda backend: block_sparse_attention(q * 300, k * 300, v, lists, backend=backend)
+    torch.testing.assert_close(call("cpp"), call("dense"))
+    k[0, 0, 0, 0] = torch.nan
+    assert call("cpp")[0, :2].isnan().all() and not call("cpp")[1].isnan().any()
+
+
+def test_cpp_says_why_not(monkeypatch):
+    q, k, v, mask = problem()
+    with pytest.warns(UserWarning, match="multiples of"): out = block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 37, 8), backend="cpp")
+    torch.testing.assert_close(out, block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 37, 8), backend="cpu"))
+    monkeypatch.setattr(cpp, "_library", lambda: (None, "no C++ compiler was found"))
+    lists = BlockLists.from_mask(problem(block=16)[3], 37, 16)
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler"): block_sparse_attention(q, k, v, lists, backend="cpp")
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    library, reason = cpp._library.__wrapped__()
+    assert library is None and "could not be built" in reason
+
+
+def test_a_compiler_that_fails(monkeypatch, tmp_path):
+    failing = tmp_path / "c++"
+    failing.write_text("#!/bin/sh\necho 'no such standard' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(failing))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cpp._library.__wrapped__() == (None, f"{failing} failed: no such standard")
+    assert not list((tmp_path / "dendritic_kernels").iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype): check("cpu", dtype=dtype, causal=True, ragged=True)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_gradcheck(gated):
+    q, k, v, mask = problem(batch=1, heads=2, kv_heads=1, seq=11, dim=3, block=4, dtype=torch.float64)
+    lists = BlockLists.from_mask(mask, 11, 4)
+    gate = [torch.rand(mask.shape, dtype=torch.float64).add(0.5)] if gated else []
+    call = lambda q, k, v, gate=None: block_sparse_attention(q, k, v, lists, gate=gate, causal=True, backend="cpu")
+    assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in (q, k, v, *gate)])
+
+
+def test_audit_is_the_gate_s_derivative_at_zero():
+    "A dropped block's gradient is what a small step of its gate changes."
+    q, k, v, mask = problem(batch=1, heads=1, kv_heads=1, seq=16, dtype=torch.float64)
+    mask[:] = torch.tensor([[True, False], [True, True]])
+    gate = torch.ones(mask.shape, dtype=torch.float64).masked_fill(~mask, 0).requires_grad_()
+    loss = lambda gate, kept, audit=None: (block_sparse_attention(q, k, v, BlockLists.from_mask(kept, 16, 8), gate=gate, audit=audit, backend="cpu") ** 3).sum()
+    slope, = torch.autograd.grad(loss(gate, mask, BlockLists.from_mask(~mask, 16, 8)), gate)
+    step = torch.zeros_like(gate)
+    step[0, 0, 0, 1] = 1e-6
+    change = (loss(gate + step, torch.ones_like(mask)) - loss(gate, mask)) / 1e-6
+    torch.testing.assert_close(slope[0, 0, 0, 1], change, rtol=1e-4, atol=1e-6)
+    assert slope[0, 0, 0, 1] != 0

@@ -1,0 +1,39 @@
+"""The Triton kernels: on a GPU where there is one, else in the interpreter; and compiled for GPUs that are not there."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from problems import check, problem
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")  # the interpreter is wrong for bfloat16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [
+    dict(seq=64), dict(seq=70, causal=True, ragged=True, gated=True), dict(seq=33, ragged=True, dim=24), dict(seq=48, causal=True, density=1.0),
+    dict(seq=16, gated=True, density=0.0), dict(seq=1, dim=33), dict(seq=50, gated=True, density=0.1, heads=3, kv_heads=1),
+], ids=str)
+def test_agrees_with_the_reference(sizes, dtype): check("triton", device=DEVICE, dtype=dtype, block=16, **sizes)
+
+
+def test_lists_in_one_launch():
+    from dendritic_kernels import BlockLists
+    from dendritic_kernels.triton_kernels import build_lists
+    for blocks, density in [(1, 1.0), (3, 0.5), (8, 0.0), (5, 0.7)]:
+        mask = problem(seq=blocks * 8, density=density)[3]
+        for layout in (mask, mask.transpose(-1, -2)):
+            lists = BlockLists.from_mask(layout, blocks * 8, 8)
+            for built, expected in zip(build_lists(layout.to(DEVICE)), (lists.row_counts, lists.row_index, lists.col_counts, lists.col_index)): assert torch.equal(built.cpu(), expected)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiles_without_spills(capability):
+    "In a process of its own, because the interpreter is chosen at import."
+    import os
+    done = subprocess.run([sys.executable, "-m", "dendritic_kernels.compile_check", str(capability)], capture_output=True, text=True,
+                          env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"})
+    assert done.returncode == 0, done.stdout + done.stderr
