@@ -198,7 +198,8 @@ class _Run:
 
     def save(self):
         if self.checkpoint is None or not self.accelerator.is_main_process: return
-        state = {"settings": vars(self.settings), "batches": self.batches, "epoch": self.epoch, "step": self.step, "fit": vars(self.fit), "scheduler": _plain(self.scheduler.state_dict())}
+        state = {"settings": vars(self.settings), "batches": self.batches, "epoch": self.epoch, "step": self.step, "fit": vars(self.fit), "scheduler": _plain(self.scheduler.state_dict()),
+                 "loss_scale": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()}
         save_checkpoint(self.checkpoint, self.bare, self.best, self.optimizer.optimizer, state)
 
     def resume(self):
@@ -207,6 +208,7 @@ class _Run:
         state, self.best = load_checkpoint(self.checkpoint, self.bare, self.optimizer.optimizer, self.check_state)
         self.epoch, self.step, self.fit = state["epoch"], state["step"], Fit(**state["fit"])
         self.scheduler.load_state_dict(state["scheduler"])
+        if state["loss_scale"]: self.accelerator.scaler.load_state_dict(state["loss_scale"])
 
     def check_state(self, state: dict):
         "Raise `CheckpointError` when a checkpoint was made with other settings or other data."

@@ -11,6 +11,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -59,8 +61,9 @@ static void product(const float* a, int64_t lda, const float* b, int64_t ldb, fl
 
 // 2^x for x <= 0, by the integer part in the exponent and a polynomial for the fraction in [-1/2, 1/2]. Exact to float32's rounding.
 static inline Floats exp2(Floats x) {
-  const Floats lowest = Floats{} - 126.0f;
-  x = x < lowest ? lowest : x;       // also what is hidden, -inf; NaN stays NaN
+  const Floats zero{}, lowest = zero - 126.0f;
+  const auto vanishes = x < lowest;  // also what is hidden, -inf; not NaN
+  x = vanishes ? lowest : x;
   Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
   Ints whole = reinterpret_cast<Ints>(shifted) - 0x4B400000;
   Floats t = x - (shifted - 12582912.0f);
@@ -71,10 +74,11 @@ static inline Floats exp2(Floats x) {
   y = y * t + 2.40226507e-1f;
   y = y * t + 6.93147181e-1f;
   y = y * t + 1.0f;
-  return reinterpret_cast<Floats>(reinterpret_cast<Ints>(y) + (whole << 23));
+  y = reinterpret_cast<Floats>(reinterpret_cast<Ints>(y) + (whole << 23));
+  return vanishes ? zero : y;
 }
 
-extern "C" void block_sparse_forward(
+static void forward(
     const float* q, const float* k, const float* v, float* out,  // q, out (batch, heads, seq, dim); k, v (batch, kv_heads, seq, dim); contiguous
     float* lse,                                                  // (batch, heads, seq), +inf where nothing is kept
     const int32_t* counts, const int32_t* index,                 // row lists
@@ -84,28 +88,31 @@ extern "C" void block_sparse_forward(
   // transposed keys, (batch * kv_heads * blocks, dim, size), zeros past the end
   std::vector<float> transposed(batch * kv_heads * blocks * dim * size);
   const float minus_infinity = -INFINITY;
+  const int64_t needed = size * (size + 2 * dim + 2);
+  std::vector<float> buffers(std::max(1, threads) * needed);
   auto in_parallel = [threads](int64_t tasks, auto work) {
     std::atomic<int64_t> next{0};
-    auto worker = [&] { for (int64_t task; (task = next++) < tasks;) work(task); };
+    auto worker = [&](int number) { for (int64_t task; (task = next++) < tasks;) work(task, number); };
     std::vector<std::thread> others;
-    for (int i = 1; i < std::min<int64_t>(threads, tasks); i++) others.emplace_back(worker);
-    worker();
+    others.reserve(std::max(0, threads));
+    try {
+      for (int i = 1; i < std::min<int64_t>(threads, tasks); i++) others.emplace_back(worker, i);
+    } catch (const std::system_error&) {}  // go on with the threads that could be started
+    worker(0);
     for (auto& other : others) other.join();
   };
-  in_parallel(batch * kv_heads * blocks, [&](int64_t task) {
+  in_parallel(batch * kv_heads * blocks, [&](int64_t task, int) {
     const int64_t start = task % blocks * size, rows = std::min(size, seq - start);
     const float* from = k + (task / blocks * seq + start) * dim;
     float* to = transposed.data() + task * dim * size;
     for (int64_t r = 0; r < rows; r++)
       for (int64_t d = 0; d < dim; d++) to[d * size + r] = from[r * dim + d];
   });
-  in_parallel(batch * heads * blocks, [&](int64_t task) {
+  in_parallel(batch * heads * blocks, [&](int64_t task, int number) {
     const int64_t block = task % blocks, pair = task / blocks, b = pair / heads, kv = b * kv_heads + pair % heads / (heads / kv_heads);
     const int64_t start = block * size, end = lengths ? lengths[b] : seq;
     const int64_t rows = std::max<int64_t>(0, std::min(size, end - start));
-    thread_local std::vector<float> buffer;
-    buffer.resize(size * (size + 2 * dim + 2));
-    float *scores = buffer.data(), *scaled = scores + size * size, *sum = scaled + size * dim, *largest = sum + size * dim, *total = largest + size;
+    float *scores = buffers.data() + number * needed, *scaled = scores + size * size, *sum = scaled + size * dim, *largest = sum + size * dim, *total = largest + size;
     float* to = out + (pair * seq + start) * dim;
     float* sums = lse + pair * seq + start;
     std::memset(to, 0, sizeof(float) * std::min(size, seq - start) * dim);
@@ -123,15 +130,21 @@ extern "C" void block_sparse_forward(
       const int64_t cols = std::min(size, end - first);
       std::fill(scores, scores + rows * size, 0.0f);
       product(scaled, dim, transposed.data() + (kv * blocks + key) * dim * size, size, scores, size, rows, dim, size);
-      const float open = gate ? gate[task * blocks + key] : 1.0f;
+      const float open = gate ? std::log2(gate[task * blocks + key]) : 0.0f;
       for (int64_t r = 0; r < rows; r++) {
         float* row = scores + r * size;
         const int64_t seen = causal && key == block ? std::min(cols, r + 1) : cols;
+        if (gate) for (int64_t c = 0; c < seen; c += LANES) store(row + c, load(row + c) + open);
         std::fill(row + seen, row + size, minus_infinity);
         Floats top = load(row);
         for (int64_t c = LANES; c < size; c += LANES) { Floats x = load(row + c); top = x > top ? x : top; }
         float most = largest[r];
         for (int l = 0; l < LANES; l++) most = std::max(most, top[l]);
+        if (most == minus_infinity) {  // nothing seen yet, or only closed blocks
+          for (int64_t c = 0; c < seen; c++) if (row[c] != row[c]) total[r] = NAN;
+          std::fill(row, row + size, 0.0f);
+          continue;
+        }
         if (most != largest[r]) {
           const float shrink = std::exp2(largest[r] - most);
           total[r] *= shrink;
@@ -140,11 +153,10 @@ extern "C" void block_sparse_forward(
         }
         Floats weights{};
         for (int64_t c = 0; c < size; c += LANES) {
-          Floats x = exp2(load(row + c) - most) * open;
+          Floats x = exp2(load(row + c) - most);
           store(row + c, x);
           weights += x;
         }
-        for (int64_t c = seen; c < size; c++) row[c] = 0.0f;
         for (int l = 0; l < LANES; l++) total[r] += weights[l];
       }
       product(scores, size, v + (kv * seq + first) * dim, dim, sum, dim, rows, cols, dim);
@@ -156,4 +168,13 @@ extern "C" void block_sparse_forward(
       for (int64_t d = 0; d < dim; d++) to[r * dim + d] = sum[r * dim + d] * by;
     }
   });
+}
+
+// 0, or 1 when memory ran out.
+extern "C" int block_sparse_forward(const float* q, const float* k, const float* v, float* out, float* lse, const int32_t* counts, const int32_t* index, const int32_t* lengths, const float* gate,
+                                    int64_t batch, int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim, int64_t blocks, int64_t size, float scale, int causal, int threads) {
+  try {
+    forward(q, k, v, out, lse, counts, index, lengths, gate, batch, heads, kv_heads, seq, dim, blocks, size, scale, causal, threads);
+    return 0;
+  } catch (const std::exception&) { return 1; }
 }

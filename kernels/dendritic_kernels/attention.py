@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import cpp, cpu
+from . import cpp, cpu, full
 from .lists import BlockLists
 from .reference import dense_attention, spread, visible
 
 BACKENDS = ("auto", "triton", "cpp", "cpu", "flex", "dense", "sdpa")
-DENSE_FROM = 0.85  # share of kept blocks from which PyTorch's dense attention is faster on a CPU
 
 
 def block_sparse_attention(
@@ -41,17 +42,16 @@ def block_sparse_attention(
     (PyTorch's dense attention with a mask), `dense` (written out, also float64). `auto` takes the fastest that fits.
     `flex` and `sdpa` take no gate.
 
-    Raises `TypeError` or `ValueError` that says what was expected.
+    Raises `TypeError` or `ValueError` that says what was expected. On a GPU lengths are not looked at, which would wait
+    for it: they are clamped to the sequence.
     """
     _check(q, k, v, lists, lengths, gate, audit, backend)
+    if scale is not None and not math.isfinite(scale): raise ValueError(f"scale must be finite, got {scale}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(scale): raise ValueError(f"scale must be finite, got {scale}")
-    if q.numel() == 0: return q + k.sum() + v.sum()  # empty, and differentiable
-    if backend == "auto": backend = _fastest(q, lists, gate)
-    elif backend == "cpp" and (reason := cpp.why_not(q, lists.block_size)):
-        warnings.warn(f"block_sparse_attention uses backend 'cpu', because 'cpp' is not available: {reason}", stacklevel=2)
-        backend = "cpu"
-    if lengths is not None: lengths = lengths.to(torch.int32)
+    if q.numel() == 0: return q + k.sum() + v.sum() + (0 if gate is None else gate.sum())  # empty, and differentiable
+    if backend == "auto": backend = _fitting(q, lists, gate)
+    if lengths is not None: lengths = (lengths.clamp(0, q.shape[2]) if lengths.is_cuda else lengths).to(torch.int32).contiguous()
+    if backend in ("dense", "sdpa", "flex"): _check_lengths(lengths, q.shape[2])
     if backend == "dense":
         return dense_attention(q, k, v, lists.block_mask(), lists.block_size, lengths=lengths, causal=causal, scale=scale, gate=gate, audit=None if audit is None else audit.block_mask())
     if backend == "sdpa":
@@ -59,16 +59,31 @@ def block_sparse_attention(
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         return out.masked_fill(~mask.any(-1, keepdim=True), 0)
     if backend == "flex":
-        from .flex import flex_attention
-        return flex_attention(q, k, v, lists, lengths, causal, scale)
+        from .flex import block_mask, flex_attention
+        return flex_attention(q, k, v, block_mask(lists, lengths, causal), scale, lengths)
     audited = (None, None) if audit is None else (audit.row_counts, audit.row_index)
     return _attention(q, k, v, lists.row_counts, lists.row_index, lists.col_counts, lists.col_index, lengths, gate, *audited, lists.block_size, causal, scale, backend)[0]
 
 
-def _fastest(q: Tensor, lists: BlockLists, gate: Tensor | None) -> str:
-    if q.is_cuda: return "triton"  # without looking at the density, which would wait for the device
-    if gate is None and lists.density() >= DENSE_FROM and q.dtype != torch.float64: return "sdpa"
-    return "cpu" if cpp.why_not(q, lists.block_size) else "cpp"
+def _fitting(q: Tensor, lists: BlockLists, gate: Tensor | None) -> str:
+    "What `auto` can know before it looks at the lists, which on a GPU would wait for it."
+    if not q.is_cuda: return "auto"
+    if _triton_cannot(q, lists) is None: return "triton"
+    return "sdpa" if gate is None else "dense"
+
+
+def _triton_cannot(q: Tensor, lists: BlockLists) -> str | None:
+    "Why the Triton kernels cannot take these tensors, or None."
+    if find_spec("triton") is None: return "needs the package triton"
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1": return f"needs tensors on a GPU, got {q.device}"
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16): return f"takes float32, float16 and bfloat16, got {q.dtype}"
+    if not 16 <= q.shape[-1] <= 128: return f"takes a head_dim of 16 to 128, got {q.shape[-1]}"
+    if lists.block_size not in (16, 32, 64): return f"takes blocks of 16, 32 or 64 tokens, got {lists.block_size}"
+    return None
+
+
+def _check_lengths(lengths: Tensor | None, seq: int):
+    if lengths is not None and not lengths.is_cuda and not 0 <= int(lengths.min()) <= int(lengths.max()) <= seq: raise ValueError(f"lengths must be 0 to {seq}, got {lengths.tolist()}")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, lengths: Tensor | None, gate: Tensor | None, audit: BlockLists | None, backend: str):
@@ -94,7 +109,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, lengths: Tensor |
         if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64): raise TypeError("lengths must be an int32 or int64 tensor")
         if tuple(lengths.shape) != (batch,): raise ValueError(f"lengths must be ({batch},), got {tuple(lengths.shape)}")
         if lengths.device != q.device: raise ValueError(f"lengths are on {lengths.device}, q is on {q.device}")
-        if not lengths.is_cuda and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= seq: raise ValueError(f"lengths must be 0 to {seq}, got {lengths.tolist()}")
     if gate is not None:
         if not isinstance(gate, Tensor) or not gate.is_floating_point(): raise TypeError("gate must be a floating-point tensor")
         if gate.shape != lists.row_index.shape: raise ValueError(f"gate must be (batch, heads, q_blocks, k_blocks) = {tuple(lists.row_index.shape)}, got {tuple(gate.shape)}")
@@ -103,14 +117,20 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, lengths: Tensor |
     if backend not in BACKENDS: raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend in ("flex", "sdpa") and gate is not None: raise ValueError(f"backend {backend!r} takes no gate")
     if backend in ("cpu", "cpp") and q.device.type != "cpu": raise ValueError(f"backend {backend!r} needs tensors on the CPU, got {q.device}")
-    if backend == "triton" and q.dtype == torch.float64: raise TypeError("backend 'triton' takes float32, float16 and bfloat16, got float64")
-    if backend == "triton" and not 16 <= dim <= 128: raise ValueError(f"backend 'triton' takes a head_dim of 16 to 128, got {dim}")
+    if backend == "triton" and (reason := _triton_cannot(q, lists)): raise ValueError(f"backend 'triton' {reason}")
 
 
-def _implementation(backend: str):
-    if backend != "triton": return {"cpu": cpu, "cpp": cpp}[backend]
-    from . import triton_kernels
-    return triton_kernels
+def _implementation(backend: str, q: Tensor, k: Tensor, row_counts: Tensor, lengths: Tensor | None, gate: Tensor | None, block_size: int):
+    "The module that computes this call. It may look at the tensors' values, for it runs inside the operator."
+    if backend == "triton":
+        from . import triton_kernels
+        return triton_kernels
+    _check_lengths(lengths, q.shape[2])
+    if backend == "cpu": return cpu
+    if backend == "auto" and full.fits(q, k, row_counts, lengths, gate): return full
+    reason = cpp.why_not(q, block_size)
+    if reason and backend == "cpp": warnings.warn(f"block_sparse_attention uses backend 'cpu', because 'cpp' is not available: {reason}", stacklevel=2)
+    return cpu if reason else cpp
 
 
 @torch.library.custom_op("dendritic_kernels::block_sparse_attention", mutates_args=())
@@ -118,7 +138,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, col_counts: Tensor, col_index: Tensor, lengths: Tensor | None,
     gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None, block_size: int, causal: bool, scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return _implementation(backend).forward(q, k, v, row_counts, row_index, lengths, gate, block_size, causal, scale)
+    return _implementation(backend, q, k, row_counts, lengths, gate, block_size).forward(q, k, v, row_counts, row_index, lengths, gate, block_size, causal, scale)
 
 
 @_attention.register_fake
@@ -132,7 +152,9 @@ def _backward(
     lengths: Tensor | None, gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None, block_size: int, causal: bool, scale: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lists = (row_counts, row_index, col_counts, col_index) if backend == "triton" else (row_counts, row_index)
-    dq, dk, dv, dgate = _implementation(backend).backward(grad, q, k, v, out, lse, *lists, lengths, gate, audit_counts, audit_index, block_size, causal, scale)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # said in the forward pass
+        implementation = _implementation(backend, q, k, row_counts, lengths, gate, block_size)
+    dq, dk, dv, dgate = implementation.backward(grad, q, k, v, out, lse, *lists, lengths, gate, audit_counts, audit_index, block_size, causal, scale)
     return dq, dk, dv, q.new_empty(0) if dgate is None else dgate
 
 
@@ -157,16 +179,17 @@ def _differentiate(ctx, grad, _):
 _attention.register_autograd(_differentiate, setup_context=_remember)
 
 
-def _products(q: Tensor, row_counts: Tensor, block_size: int, number: int) -> int:
-    "Operations of `number` matrix products over the kept blocks: 2 for a multiplication and its addition."
-    return 2 * number * int(row_counts.sum()) * block_size ** 2 * q.shape[-1]
+def _products(q: Tensor, counts: Tensor, index: Tensor, lengths: Tensor | None, block_size: int, causal: bool, number: int) -> int:
+    "Operations of `number` matrix products over the kept blocks that any query sees, each counted whole: 2 for a multiplication and its addition."
+    return 2 * number * int(cpu.visible_counts(counts, index, lengths, block_size, causal).sum()) * block_size ** 2 * q.shape[-1]
 
 
 @register_flop_formula(torch.ops.dendritic_kernels.block_sparse_attention, get_raw=True)
-def _(q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size, *args, out_val=None, **kwargs) -> int:
-    return _products(q, row_counts, block_size, 2)
+def _(q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size, causal, *args, out_val=None, **kwargs) -> int:
+    return _products(q, row_counts, row_index, lengths, block_size, causal, 2)
 
 
 @register_flop_formula(torch.ops.dendritic_kernels.block_sparse_attention_backward, get_raw=True)
-def _(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size, *args, out_val=None, **kwargs) -> int:
-    return _products(q, row_counts, block_size, 5) + (0 if audit_counts is None else _products(q, audit_counts, block_size, 2))
+def _(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size, causal, *args, out_val=None, **kwargs) -> int:
+    audited = 0 if audit_counts is None else _products(q, audit_counts, audit_index, lengths, block_size, causal, 2)
+    return _products(q, row_counts, row_index, lengths, block_size, causal, 5) + audited

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from . import cpp
+from . import cpp, flex
 from .attention import block_sparse_attention
 from .lists import BlockLists
 
@@ -78,10 +78,14 @@ def measure(device: str, dtype: torch.dtype, batch: int, heads: int, length: int
     for name, kernels in dense_kernels(device).items(): contenders["dense", name] = dense(kernels)
     for backend in backends(device):
         if backend == "flex" and training and device == "cpu": continue  # it has no gradient there
-        contenders["operator", backend] = lambda backend=backend: backward(block_sparse_attention(q, k, v, lists, backend=backend))
+        if backend == "flex":
+            made = flex.block_mask(lists)
+            contenders["operator", backend] = lambda: backward(flex.flex_attention(q, k, v, made, head_dim ** -0.5))
+        else: contenders["operator", backend] = lambda backend=backend: backward(block_sparse_attention(q, k, v, lists, backend=backend))
         contenders["mask_to_output", backend] = lambda backend=backend: backward(block_sparse_attention(q, k, v, BlockLists.from_mask(mask, length, block_size), backend=backend))
     for key, call in list(contenders.items()):
-        try: call()
+        try:
+            with torch.set_grad_enabled(training): call()
         except Exception as e:  # a contender that cannot run here is named in the results
             skipped.append({"measured": key[0], "backend": key[1], "failed": f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"})
             del contenders[key]
@@ -93,7 +97,7 @@ def measure(device: str, dtype: torch.dtype, batch: int, heads: int, length: int
         low, middle, high = statistics.quantiles([a / b for a, b in zip(seconds, times[fastest])], n=4)
         rows.append({"measured": what, "backend": backend, "ratio": middle, "ratio_low": low, "ratio_high": high, "seconds": statistics.median(seconds), "dense_seconds": statistics.median(times[fastest]), "dense_kernel": fastest[1]})
     where = {"device": device, "dtype": str(dtype).removeprefix("torch."), "batch": batch, "heads": heads, "length": length, "head_dim": head_dim, "block_size": block_size,
-             "sparsity": sparsity, "pass": "training" if training else "forward", "rounds": rounds}
+             "sparsity": sparsity, "direction": "training" if training else "forward", "rounds": rounds}
     return [where | row for row in rows]
 
 
@@ -107,10 +111,10 @@ def machine(device: str) -> dict:
 def plot(results: list[dict], path: Path):
     "Ratio against sparsity, a panel for each length and pass, with the line that skipping alone would give."
     import matplotlib.pyplot as plt
-    panels = sorted({(r["pass"], r["length"]) for r in results})
+    panels = sorted({(r["direction"], r["length"]) for r in results})
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), sharey=True, squeeze=False)
     for axis, (which, length) in zip(axes[0], panels):
-        here = [r for r in results if (r["pass"], r["length"]) == (which, length) and r["measured"] == "operator" and "ratio" in r]
+        here = [r for r in results if (r["direction"], r["length"]) == (which, length) and r["measured"] == "operator" and "ratio" in r]
         for backend in sorted({r["backend"] for r in here}):
             points = sorted((r["sparsity"], r["ratio"], r["ratio_low"], r["ratio_high"]) for r in here if r["backend"] == backend)
             x, y, low, high = zip(*points)

@@ -56,7 +56,7 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
     except OSError as e: return None, f"the library could not be built or loaded: {e}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.block_sparse_forward.argtypes = [pointer] * 9 + [number] * 7 + [ctypes.c_float, ctypes.c_int, ctypes.c_int]
-    library.block_sparse_forward.restype = None
+    library.block_sparse_forward.restype = ctypes.c_int
     return library, None
 
 
@@ -67,6 +67,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
     gate = gate if gate is None else gate.float().contiguous()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     address = lambda x: None if x is None else x.data_ptr()
-    _library()[0].block_sparse_forward(*map(address, (q, k, v, out, lse, row_counts, row_index, lengths, gate)), q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3],
-                                       row_index.shape[-1], block_size, scale, causal, torch.get_num_threads())
+    failed = _library()[0].block_sparse_forward(*map(address, (q, k, v, out, lse, row_counts, row_index, lengths, gate)), q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3],
+                                                row_index.shape[-1], block_size, scale, causal, torch.get_num_threads())
+    if failed: raise MemoryError("not enough memory for block-sparse attention")
     return out, lse

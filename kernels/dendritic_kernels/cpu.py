@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 2 ** 19  # attention scores in a chunk
+LARGEST = 80.0  # logarithm of the weight that a closed block may seem to have, so that its gate's gradient stays finite
 
 
 @dataclass
@@ -35,19 +36,26 @@ class _Chunk:
     hidden: Tensor | None  # (rows, block_size or 1, kept * block_size) bool: scores that do not count
 
 
+def visible_counts(counts: Tensor, index: Tensor, lengths: Tensor | None, block_size: int, causal: bool) -> Tensor:  # like counts
+    "How many of each row's kept blocks its queries can see: not past the text's end, not after them. Lists ascend, so these come first."
+    if lengths is None and not causal: return counts
+    numbers = torch.arange(index.shape[-1], device=index.device)
+    reach = torch.full_like(counts, len(numbers))
+    if lengths is not None:
+        blocks = ((lengths + block_size - 1) // block_size)[:, None, None]
+        reach = (blocks * (numbers < blocks)).expand_as(counts)
+    if causal: reach = reach.minimum(numbers + 1)
+    return ((index < reach[..., None]) & (numbers < counts[..., None])).sum(-1)
+
+
 def _problem(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, index: Tensor, lengths: Tensor | None, block_size: int, causal: bool) -> _Problem:
     batch, heads, seq, _ = q.shape
-    blocks = index.shape[-1]
     ends = lengths if lengths is not None else torch.full((batch,), seq) if seq % block_size else None
-    if ends is not None or causal:
-        visible = torch.full((batch, blocks), blocks)
-        if ends is not None:
-            reach = (ends.long() + block_size - 1) // block_size
-            visible = reach[:, None] * (torch.arange(blocks) < reach[:, None])
-        if causal: visible = visible.minimum(torch.arange(1, blocks + 1))
-        within = torch.arange(blocks) < counts[..., None]
-        counts = ((index < visible[:, None, :, None]) & within).sum(-1)
-    return _Problem(*(_blocks(x, block_size) for x in (q, k, v)), counts.flatten().long(), index.flatten(0, 2), ends, (batch, heads, k.shape[1], blocks, block_size), causal)
+    if lengths is not None:  # what stands past a text's end may be NaN
+        past = (torch.arange(seq) >= lengths[:, None])[:, None, :, None]
+        q, k, v = (x.masked_fill(past, 0) for x in (q, k, v))
+    return _Problem(*(_blocks(x, block_size) for x in (q, k, v)), visible_counts(counts, index, lengths, block_size, causal).flatten().long(), index.flatten(0, 2), ends,
+                    (batch, heads, k.shape[1], index.shape[-1], block_size), causal)
 
 
 def _blocks(x: Tensor, block_size: int) -> Tensor:
@@ -57,7 +65,7 @@ def _blocks(x: Tensor, block_size: int) -> Tensor:
 
 def _whole(x: Tensor, like: Tensor) -> Tensor:
     "The inverse of `_blocks`."
-    return x.reshape(*like.shape[:2], -1, like.shape[-1])[:, :, :like.shape[2]].to(like.dtype)
+    return x.reshape(*like.shape[:2], -1, like.shape[-1])[:, :, :like.shape[2]].to(like.dtype).contiguous()
 
 
 def _chunks(p: _Problem, counts: Tensor, index: Tensor) -> Iterator[_Chunk]:
@@ -70,6 +78,7 @@ def _chunks(p: _Problem, counts: Tensor, index: Tensor) -> Iterator[_Chunk]:
         while last < len(many) and (last + 1 - first) * many[last] * size * size <= CHUNK: last += 1
         rows, kept = order[first:last], many[last - 1]
         chosen = index[rows, :kept]
+        if counts[first] < kept: chosen = torch.where(torch.arange(kept) < counts[first:last, None], chosen, chosen[:, :1])  # a row is filled with a block of its own
         kv = rows // (blocks * heads) * kv_heads + rows // blocks % heads // (heads // kv_heads)
         yield _Chunk(rows, (kv[:, None] * blocks + chosen).flatten(), chosen, _hidden(p, rows, chosen, counts[first:last]))
         first = last
@@ -109,12 +118,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
     "Output like q, and the logarithm of the weights' sum (batch, heads, seq), +inf where nothing is kept."
     p = _problem(q, k, v, row_counts, row_index, lengths, block_size, causal)
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-    out, lse = torch.zeros_like(p.q), torch.full(p.q.shape[:2], torch.inf, dtype=wide)
+    out, lse = torch.zeros(p.q.shape, dtype=q.dtype), torch.full(p.q.shape[:2], torch.inf, dtype=wide)
     for chunk in _chunks(p, p.counts, p.index):
         scores, _, _, v_kept = _scores(p, chunk, scale)
+        if gate is not None: _by_block(scores, block_size).add_(gate.flatten(0, 2)[chunk.rows[:, None], chunk.index].to(wide).log()[:, None, :, None])
         largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(wide).min)
         weights = scores.sub_(largest).exp_()
-        if gate is not None: _by_block(weights, block_size).mul_(gate.flatten(0, 2)[chunk.rows[:, None], chunk.index].to(wide)[:, None, :, None])
         total = weights.sum(-1, keepdim=True)
         out[chunk.rows] = torch.bmm(weights, v_kept).div_(total.masked_fill(total == 0, 1)).to(out.dtype)
         lse[chunk.rows] = torch.where(total == 0, torch.inf, largest + total.log()).squeeze(-1)
@@ -133,27 +142,32 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     if lengths is not None: grad = grad.masked_fill((torch.arange(q.shape[2]) >= lengths[:, None])[:, None, :, None], 0)
     wide = lse.dtype
     grads, delta = _blocks(grad, block_size), _blocks((grad.to(wide) * out.to(wide)).sum(-1, keepdim=True), block_size)
-    lse = _blocks(lse[..., None].masked_fill(lse[..., None] == -torch.inf, torch.inf), block_size)
+    lse = _blocks(lse[..., None], block_size)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (p.q, p.k, p.v))
     dgate = None if gate is None else torch.zeros(gate.shape, dtype=wide).flatten(0, 2)
 
     def weights_and_slope(chunk: _Chunk) -> tuple[Tensor, ...]:
         "Weights without the gate, dL/dweight, and the chunk's operands."
         scores, q_kept, k_kept, v_kept = _scores(p, chunk, scale)
-        weights = scores.sub_(lse[chunk.rows]).exp_()
+        weights = scores.sub_(lse[chunk.rows])
+        if gate is not None: weights.clamp_(max=LARGEST)
+        weights.exp_()
         grad_kept = grads[chunk.rows].to(wide)
         slope = torch.bmm(grad_kept, v_kept.transpose(1, 2)).sub_(delta[chunk.rows])
         return weights, slope, grad_kept, q_kept, k_kept
 
-    def add_to_gate(chunk: _Chunk, slopes: Tensor):
-        dgate[chunk.rows] += torch.zeros_like(dgate[chunk.rows]).scatter_add_(1, chunk.index.long(), slopes.sum((1, 3)))
+    def set_gate(chunk: _Chunk, slopes: Tensor):
+        "Gradients of the chunk's blocks; what fills a list adds nothing."
+        sums = torch.zeros_like(dgate[chunk.rows]).scatter_add_(1, chunk.index.long(), slopes.sum((1, 3)))
+        listed = torch.zeros(sums.shape, dtype=torch.bool).scatter_(1, chunk.index.long(), True)
+        dgate[chunk.rows] = torch.where(listed, sums, dgate[chunk.rows])
 
     for chunk in _chunks(p, p.counts, p.index):
         weights, slope, grad_kept, q_kept, k_kept = weights_and_slope(chunk)
         dscores = slope.mul_(weights)
         if gate is not None:
             block_slopes = _by_block(dscores, block_size)
-            add_to_gate(chunk, block_slopes)
+            set_gate(chunk, block_slopes)
             of_block = gate.flatten(0, 2)[chunk.rows[:, None], chunk.index].to(wide)[:, None, :, None]
             block_slopes.mul_(of_block)
             _by_block(weights, block_size).mul_(of_block)
@@ -164,5 +178,5 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
         audited = _problem(q, k, v, audit_counts, audit_index, lengths, block_size, causal)
         for chunk in _chunks(audited, audited.counts, audited.index):
             weights, slope, *_ = weights_and_slope(chunk)
-            add_to_gate(chunk, _by_block(slope.mul_(weights), block_size))
+            set_gate(chunk, _by_block(slope.mul_(weights), block_size))
     return _whole(dq, q), _whole(dk, k), _whole(dv, v), None if gate is None else dgate.view(gate.shape).to(gate.dtype)

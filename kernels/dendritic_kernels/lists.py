@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockLists:
     """Kept blocks of a block-sparse attention matrix over one sequence length.
 
@@ -66,7 +66,8 @@ class BlockLists:
         A score that is NaN does not keep its block. `seq_len` None: all blocks are full.
         """
         if not isinstance(scores, Tensor) or not scores.is_floating_point(): raise TypeError(f"scores must be a floating-point tensor, got {getattr(scores, 'dtype', type(scores).__name__)}")
-        if seq_len is None: seq_len = scores.shape[-1] * block_size if scores.dim() else 0
+        if scores.dim() != 4: raise ValueError(f"scores must be (batch, heads, q_blocks, k_blocks), got {tuple(scores.shape)}")
+        if seq_len is None: seq_len = scores.shape[-1] * block_size
         return cls.from_mask(scores.detach() > threshold, seq_len, block_size)
 
     @classmethod

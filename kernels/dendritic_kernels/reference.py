@@ -37,13 +37,13 @@ def dense_attention(
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     seen = visible(seq, lengths, causal, q.device)
-    kept = spread(block_mask, seq, block_size) & seen
+    kept = asked = spread(block_mask, seq, block_size) & seen
+    if gate is not None: kept = kept & (spread(gate, seq, block_size) != 0)
+    if audit is not None: asked = asked | spread(audit, seq, block_size) & seen
     largest = scores.detach().masked_fill(~kept, -torch.inf).amax(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)
     weights = (scores - largest).masked_fill(~kept, -torch.inf).exp()
-    if gate is not None: weights = weights * spread(gate, seq, block_size)
-    if audit is not None:
-        asked = spread(audit & ~block_mask, seq, block_size) & seen & kept.any(-1, keepdim=True)
-        audited = (scores - largest).masked_fill(~asked, -torch.inf).exp()
-        weights = weights + audited * spread(gate - gate.detach(), seq, block_size)
+    if gate is not None:  # closed and audited blocks weigh nothing, and have a gradient
+        closed = (scores - largest).masked_fill(~(asked & ~kept & kept.any(-1, keepdim=True)), -torch.inf).clamp(max=80).exp()
+        weights = weights * spread(gate, seq, block_size) + closed * spread(gate - gate.detach(), seq, block_size)
     total = weights.sum(-1, keepdim=True)
     return (weights / total.masked_fill(total == 0, 1)).masked_fill(total == 0, 0).to(v.dtype) @ v

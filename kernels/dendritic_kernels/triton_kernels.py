@@ -6,18 +6,21 @@ a list and are walked by a second loop. Gradients use no atomics: keys and value
 lists, queries and the gate along row lists, so the same inputs give the same bits.
 """
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LARGEST = tl.constexpr(80.0 * 1.4426950408889634)  # as in `cpu`
 
 
 @triton.jit
 def _list_kernel(mask, row_counts, row_index, col_counts, col_index, stride_group, stride_row, stride_col, blocks, BLOCKS: tl.constexpr):
     "One program makes one list: rows first, then columns."
-    line, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    line, group = tl.program_id(0) % (2 * blocks), (tl.program_id(0) // (2 * blocks)).to(tl.int64)
     is_col = line >= blocks
     number = tl.where(is_col, line - blocks, line)
     places = tl.arange(0, BLOCKS)
@@ -42,21 +45,22 @@ def build_lists(block_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     groups, blocks = mask.shape[0], mask.shape[-1]
     counts = [torch.empty(*block_mask.shape[:3], dtype=torch.int32, device=mask.device) for _ in range(2)]
     indices = [torch.empty(block_mask.shape, dtype=torch.int32, device=mask.device) for _ in range(2)]
-    if groups: _list_kernel[(2 * blocks, groups)](mask, counts[0], indices[0], counts[1], indices[1], *mask.stride(), blocks, BLOCKS=triton.next_power_of_2(blocks))
+    if groups:
+        with _on(mask): _list_kernel[(2 * blocks * groups,)](mask, counts[0], indices[0], counts[1], indices[1], *mask.stride(), blocks, BLOCKS=triton.next_power_of_2(blocks))
     return counts[0], indices[0], counts[1], indices[1]
 
 
 @triton.jit
-def _tile(base, start, stride, seq, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    "Rows `start` to `start + BLOCK` of a matrix (seq, DIM); zeros outside."
+def _tile(base, start, stride, end, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    "Rows `start` to `start + BLOCK` of a matrix (end, DIM); zeros outside."
     rows, cols = start + tl.arange(0, BLOCK), tl.arange(0, DIM_PADDED)
-    return tl.load(base + rows[:, None] * stride + cols[None, :], mask=(rows[:, None] < seq) & (cols[None, :] < DIM), other=0.0)
+    return tl.load(base + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=(rows[:, None] < end) & (cols[None, :] < DIM), other=0.0)
 
 
 @triton.jit
 def _store_tile(base, tile, start, stride, seq, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr):
     rows, cols = start + tl.arange(0, BLOCK), tl.arange(0, DIM_PADDED)
-    tl.store(base + rows[:, None] * stride + cols[None, :], tile.to(base.dtype.element_ty), mask=(rows[:, None] < seq) & (cols[None, :] < DIM))
+    tl.store(base + rows[:, None].to(tl.int64) * stride + cols[None, :], tile.to(base.dtype.element_ty), mask=(rows[:, None] < seq) & (cols[None, :] < DIM))
 
 
 @triton.jit
@@ -69,6 +73,17 @@ def _row_reach(counts, index, line, q_block, end, blocks, BLOCK: tl.constexpr, B
     if CAUSAL: whole, some = tl.minimum(whole, q_block), tl.minimum(some, q_block + 1)
     some = tl.where(q_block * BLOCK < end, some, 0)
     return tl.sum((kept & (numbers < tl.minimum(whole, some))).to(tl.int32)), tl.sum((kept & (numbers < some)).to(tl.int32))
+
+
+@triton.jit
+def _col_reach(counts, index, line, k_block, end, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CAUSAL: tl.constexpr):
+    "Of a column's list: the first and the end of the query blocks that see anything of it."
+    places = tl.arange(0, BLOCKS)
+    kept = places < tl.load(counts + line)
+    numbers = tl.load(index + line * blocks + places, mask=kept, other=0)
+    last = tl.sum((kept & (numbers * BLOCK < end) & (k_block * BLOCK < end)).to(tl.int32))
+    first = tl.sum((kept & (numbers < k_block) & CAUSAL).to(tl.int32))
+    return first, last
 
 
 @triton.jit
@@ -85,15 +100,15 @@ def _forward_step(q, k_base, v_base, gate, gate_row, k_block, q_start, end, seq,
                   DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     "One block of keys of the online softmax."
     k_start = k_block * BLOCK
-    k = _tile(k_base, k_start, stride_k, seq, DIM, DIM_PADDED, BLOCK)
+    k = _tile(k_base, k_start, stride_k, end, DIM, DIM_PADDED, BLOCK)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if GATED: scores += tl.log2(tl.load(gate + gate_row + k_block).to(tl.float32))
     if MASKED: scores = tl.where(_seen(q_start, k_start, end, BLOCK, CAUSAL), scores, -float("inf"))
     new = tl.maximum(largest, tl.max(scores, 1))
     base = tl.where(new == -float("inf"), 0.0, new)
     weights = tl.exp2(scores - base[:, None])
-    if GATED: weights *= tl.load(gate + gate_row + k_block).to(tl.float32)
     old = tl.exp2(largest - base)
-    v = _tile(v_base, k_start, stride_v, seq, DIM, DIM_PADDED, BLOCK)
+    v = _tile(v_base, k_start, stride_v, end, DIM, DIM_PADDED, BLOCK)
     acc = acc * old[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
     return new, total * old + tl.sum(weights, 1), acc
 
@@ -103,12 +118,12 @@ def _forward_kernel(q, k, v, out, lse, counts, index, lengths, gate, scale, head
                     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
                     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CAUSAL: tl.constexpr,
                     RAGGED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr):
-    q_block, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    q_block, pair = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = pair // heads, pair % heads
     line, q_start = pair * blocks + q_block, q_block * BLOCK
     end = tl.load(lengths + batch) if RAGGED else seq
     whole, some = _row_reach(counts, index, line, q_block, end, blocks, BLOCK, BLOCKS, CAUSAL)
-    q_tile = _tile(q + batch * stride_qb + head * stride_qh, q_start, stride_qs, seq, DIM, DIM_PADDED, BLOCK)
+    q_tile = _tile(q + batch * stride_qb + head * stride_qh, q_start, stride_qs, end, DIM, DIM_PADDED, BLOCK)
     k_base, v_base = k + batch * stride_kb + head // groups * stride_kh, v + batch * stride_vb + head // groups * stride_vh
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -120,7 +135,7 @@ def _forward_kernel(q, k, v, out, lse, counts, index, lengths, gate, scale, head
         largest, total, acc = _forward_step(q_tile, k_base, v_base, gate, line * blocks, tl.load(index + line * blocks + i), q_start, end, seq, stride_ks, stride_vs, scale * LOG2E,
                                             largest, total, acc, DIM, DIM_PADDED, BLOCK, CAUSAL, GATED, True, PRECISION)
     rows = q_start + tl.arange(0, BLOCK)
-    alive = (total > 0) & (rows < end)
+    alive = (total != 0) & (rows < end)  # NaN is alive
     acc = tl.where(alive[:, None], acc / tl.where(alive, total, 1.0)[:, None], 0.0)
     _store_tile(out + pair * seq * DIM, acc, q_start, DIM, seq, DIM, DIM_PADDED, BLOCK)
     tl.store(lse + pair * seq + rows, tl.where(alive, (largest + tl.log2(tl.where(alive, total, 1.0))) / LOG2E, float("inf")), mask=rows < seq)
@@ -128,10 +143,11 @@ def _forward_kernel(q, k, v, out, lse, counts, index, lengths, gate, scale, head
 
 @triton.jit
 def _slopes(q_tile, grad_tile, lse_rows, delta_rows, k_tile, v_tile, q_start, k_start, end, scale,
-            BLOCK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
+            BLOCK: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr):
     "Weights without the gate, and those times dL/dweight, of one tile (queries, keys)."
-    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2E)
-    weights = tl.exp2(scores - (lse_rows * LOG2E)[:, None])
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2E) - (lse_rows * LOG2E)[:, None]
+    if GATED: scores = tl.where(scores > LARGEST, LARGEST, scores)  # a closed block may dwarf the open ones
+    weights = tl.exp2(scores)
     weights = tl.where(_seen(q_start, k_start, end, BLOCK, CAUSAL), weights, 0.0)
     slopes = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION) - delta_rows[:, None]
     return weights, weights * slopes
@@ -143,13 +159,13 @@ def _query_grad_kernel(q, k, v, grad, lse, delta, counts, index, lengths, gate, 
                        DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CAUSAL: tl.constexpr,
                        RAGGED: tl.constexpr, GATED: tl.constexpr, AUDIT: tl.constexpr, PRECISION: tl.constexpr):
     "Gradients of one block of queries, and of the gate of each of its kept blocks; in an audit, of the gate alone."
-    q_block, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    q_block, pair = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = pair // heads, pair % heads
     line, q_start = pair * blocks + q_block, q_block * BLOCK
     end = tl.load(lengths + batch) if RAGGED else seq
     _, some = _row_reach(counts, index, line, q_block, end, blocks, BLOCK, BLOCKS, CAUSAL)
-    q_tile = _tile(q + batch * stride_qb + head * stride_qh, q_start, stride_qs, seq, DIM, DIM_PADDED, BLOCK)
-    grad_tile = _tile(grad + pair * seq * DIM, q_start, DIM, seq, DIM, DIM_PADDED, BLOCK)
+    q_tile = _tile(q + batch * stride_qb + head * stride_qh, q_start, stride_qs, end, DIM, DIM_PADDED, BLOCK)
+    grad_tile = _tile(grad + pair * seq * DIM, q_start, DIM, end, DIM, DIM_PADDED, BLOCK)
     rows = q_start + tl.arange(0, BLOCK)
     lse_rows = tl.load(lse + pair * seq + rows, mask=rows < seq, other=float("inf"))
     delta_rows = tl.load(delta + pair * seq + rows, mask=rows < seq, other=0.0)
@@ -157,9 +173,9 @@ def _query_grad_kernel(q, k, v, grad, lse, delta, counts, index, lengths, gate, 
     acc = tl.zeros([BLOCK, DIM_PADDED], tl.float32)
     for i in range(some):
         k_block = tl.load(index + line * blocks + i)
-        k_tile = _tile(k_base, k_block * BLOCK, stride_ks, seq, DIM, DIM_PADDED, BLOCK)
-        v_tile = _tile(v_base, k_block * BLOCK, stride_vs, seq, DIM, DIM_PADDED, BLOCK)
-        unused, slopes = _slopes(q_tile, grad_tile, lse_rows, delta_rows, k_tile, v_tile, q_start, k_block * BLOCK, end, scale, BLOCK, CAUSAL, PRECISION)
+        k_tile = _tile(k_base, k_block * BLOCK, stride_ks, end, DIM, DIM_PADDED, BLOCK)
+        v_tile = _tile(v_base, k_block * BLOCK, stride_vs, end, DIM, DIM_PADDED, BLOCK)
+        unused, slopes = _slopes(q_tile, grad_tile, lse_rows, delta_rows, k_tile, v_tile, q_start, k_block * BLOCK, end, scale, BLOCK, CAUSAL, GATED, PRECISION)
         if GATED:
             tl.store(dgate + line * blocks + k_block, tl.sum(slopes))
             if not AUDIT: slopes *= tl.load(gate + line * blocks + k_block).to(tl.float32)
@@ -170,31 +186,32 @@ def _query_grad_kernel(q, k, v, grad, lse, delta, counts, index, lengths, gate, 
 @triton.jit
 def _key_grad_kernel(q, k, v, grad, lse, delta, counts, index, lengths, gate, dk, dv, scale, heads, groups, seq, blocks,
                      stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-                     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+                     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CAUSAL: tl.constexpr,
                      RAGGED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr):
     "Gradients of one block of keys and values, over the column lists of every query head that shares them."
-    k_block, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    k_block, pair = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     kv_heads = heads // groups
     batch, kv_head = pair // kv_heads, pair % kv_heads
     k_start = k_block * BLOCK
     end = tl.load(lengths + batch) if RAGGED else seq
-    k_tile = _tile(k + batch * stride_kb + kv_head * stride_kh, k_start, stride_ks, seq, DIM, DIM_PADDED, BLOCK)
-    v_tile = _tile(v + batch * stride_vb + kv_head * stride_vh, k_start, stride_vs, seq, DIM, DIM_PADDED, BLOCK)
+    k_tile = _tile(k + batch * stride_kb + kv_head * stride_kh, k_start, stride_ks, end, DIM, DIM_PADDED, BLOCK)
+    v_tile = _tile(v + batch * stride_vb + kv_head * stride_vh, k_start, stride_vs, end, DIM, DIM_PADDED, BLOCK)
     dk_acc = tl.zeros([BLOCK, DIM_PADDED], tl.float32)
     dv_acc = tl.zeros([BLOCK, DIM_PADDED], tl.float32)
     for shared in range(groups):
         head = kv_head * groups + shared
         whole_pair = batch * heads + head
         line = whole_pair * blocks + k_block
-        for i in range(tl.load(counts + line)):
+        first, last = _col_reach(counts, index, line, k_block, end, blocks, BLOCK, BLOCKS, CAUSAL)
+        for i in range(first, last):
             q_block = tl.load(index + line * blocks + i)
             q_start = q_block * BLOCK
             rows = q_start + tl.arange(0, BLOCK)
-            q_tile = _tile(q + batch * stride_qb + head * stride_qh, q_start, stride_qs, seq, DIM, DIM_PADDED, BLOCK)
-            grad_tile = _tile(grad + whole_pair * seq * DIM, q_start, DIM, seq, DIM, DIM_PADDED, BLOCK)
+            q_tile = _tile(q + batch * stride_qb + head * stride_qh, q_start, stride_qs, end, DIM, DIM_PADDED, BLOCK)
+            grad_tile = _tile(grad + whole_pair * seq * DIM, q_start, DIM, end, DIM, DIM_PADDED, BLOCK)
             lse_rows = tl.load(lse + whole_pair * seq + rows, mask=rows < seq, other=float("inf"))
             delta_rows = tl.load(delta + whole_pair * seq + rows, mask=rows < seq, other=0.0)
-            weights, slopes = _slopes(q_tile, grad_tile, lse_rows, delta_rows, k_tile, v_tile, q_start, k_start, end, scale, BLOCK, CAUSAL, PRECISION)
+            weights, slopes = _slopes(q_tile, grad_tile, lse_rows, delta_rows, k_tile, v_tile, q_start, k_start, end, scale, BLOCK, CAUSAL, GATED, PRECISION)
             if GATED:
                 of_block = tl.load(gate + (whole_pair * blocks + q_block) * blocks + k_block).to(tl.float32)
                 weights *= of_block
@@ -205,13 +222,17 @@ def _key_grad_kernel(q, k, v, grad, lse, delta, counts, index, lengths, gate, dk
     _store_tile(dv + pair * seq * DIM, dv_acc, k_start, DIM, seq, DIM, DIM_PADDED, BLOCK)
 
 
+def _on(x: Tensor):
+    "Launches go to the GPU of `x`, whichever is current."
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
 def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _common(q: Tensor, k: Tensor, v: Tensor, index: Tensor, lengths: Tensor | None, gate: Tensor | None, block_size: int, causal: bool) -> tuple[list, dict]:
     "What every launch needs: sizes and strides, and the compile-time settings."
-    if block_size not in (16, 32, 64, 128): raise ValueError(f"backend 'triton' takes blocks of 16, 32, 64 or 128 tokens, got {block_size}")
     dim = q.shape[-1]
     sizes = [q.shape[1], q.shape[1] // k.shape[1], q.shape[2], index.shape[-1], *(x.stride(i) for x in (q, k, v) for i in range(3))]
     return sizes, dict(DIM=dim, DIM_PADDED=triton.next_power_of_2(dim), BLOCK=block_size, CAUSAL=causal, RAGGED=lengths is not None, GATED=gate is not None,
@@ -226,7 +247,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
     gate = gate if gate is None else gate.contiguous()
     blocks = row_index.shape[-1]
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    _forward_kernel[(blocks, q.shape[0] * q.shape[1])](q, k, v, out, lse, row_counts, row_index, lengths, gate, scale, *sizes, BLOCKS=triton.next_power_of_2(blocks), **settings)
+    with _on(q):
+        _forward_kernel[(blocks * q.shape[0] * q.shape[1],)](q, k, v, out, lse, row_counts, row_index, lengths, gate, scale, *sizes, BLOCKS=triton.next_power_of_2(blocks), **settings)
     return out, lse
 
 
@@ -242,8 +264,10 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     dgate = None if gate is None else torch.zeros(gate.shape, dtype=torch.float32, device=gate.device)
     blocks, batch = row_index.shape[-1], q.shape[0]
     padded = triton.next_power_of_2(blocks)
-    _query_grad_kernel[(blocks, batch * q.shape[1])](q, k, v, grad, lse, delta, row_counts, row_index, lengths, gate, dq, dgate, scale, *sizes, BLOCKS=padded, AUDIT=False, **settings)
-    _key_grad_kernel[(blocks, batch * k.shape[1])](q, k, v, grad, lse, delta, col_counts, col_index, lengths, gate, dk, dv, scale, *sizes, **settings)
-    if audit_counts is not None:
-        _query_grad_kernel[(blocks, batch * q.shape[1])](q, k, v, grad, lse, delta, audit_counts, audit_index, lengths, gate, dq, dgate, scale, *sizes, BLOCKS=padded, AUDIT=True, **settings)
+    rows, cols = (blocks * batch * q.shape[1],), (blocks * batch * k.shape[1],)
+    with _on(q):
+        _query_grad_kernel[rows](q, k, v, grad, lse, delta, row_counts, row_index, lengths, gate, dq, dgate, scale, *sizes, BLOCKS=padded, AUDIT=False, **settings)
+        _key_grad_kernel[cols](q, k, v, grad, lse, delta, col_counts, col_index, lengths, gate, dk, dv, scale, *sizes, BLOCKS=padded, **settings)
+        if audit_counts is not None:
+            _query_grad_kernel[rows](q, k, v, grad, lse, delta, audit_counts, audit_index, lengths, gate, dq, dgate, scale, *sizes, BLOCKS=padded, AUDIT=True, **settings)
     return dq, dk, dv, None if gate is None else dgate.to(gate.dtype)

@@ -31,7 +31,7 @@ def check(backend, *, causal=False, ragged=False, gated=False, device="cpu", **s
     lengths = torch.randint(0, seq + 1, q.shape[:1], generator=generator) if ragged else None
     random_gate = torch.rand(mask.shape, generator=generator) * 2
     gate = random_gate.masked_fill(random_gate < 0.2, 0) if gated else None
-    audit = (torch.rand(mask.shape, generator=generator) < 0.3) & ~mask if gated else None
+    audit = torch.rand(mask.shape, generator=generator) < 0.3 if gated else None
     weight = torch.randn(q.shape, generator=generator, dtype=torch.float64)
     tensors = [q, k, v] + [gate] * gated
     to = lambda x: x if x is None else x.to(device)
@@ -45,5 +45,5 @@ def check(backend, *, causal=False, ragged=False, gated=False, device="cpu", **s
     same = results(dense, tensors, weight)
     for name, m, e, s in zip(("output", "q", "k", "v", "gate"), measured, exact, same):
         rounding = 8 * torch.finfo(q.dtype).eps * (1 + e.abs().max())  # dense attention can be right by luck on a few numbers
-        if name == "gate": rounding = rounding * block  # a sum over a block's queries, which often cancels to zero
+        if name == "gate": rounding = max(rounding, 3e-5 * (1 + e.abs().max()))  # a float32 sum over a block, whose terms often cancel
         assert (m - e).abs().max() <= (2 if name == "output" else 3) * (s - e).abs().max() + rounding, name

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dendritic_kernels import BlockLists, block_sparse_attention
+from dendritic_kernels import BlockLists, attention, block_sparse_attention
 from problems import problem, results
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -60,12 +60,35 @@ def test_empty(shape):
     out.sum().backward()
 
 
-def test_auto_takes_dense_attention_where_most_is_kept():
-    from dendritic_kernels.attention import _fastest
-    q, *_, mask = problem()
-    assert _fastest(q, lists_of(mask | True), None) == "sdpa"
-    assert _fastest(q, lists_of(mask), None) == "cpu"
-    assert _fastest(q, lists_of(mask | True), torch.ones(mask.shape)) == "cpu"
+def test_auto_takes_dense_attention_where_all_is_kept(monkeypatch):
+    q, k, v, mask = problem(kv_heads=4)
+    calls = []
+    for name in ("full", "cpp", "cpu"):
+        module = getattr(attention, name)
+        monkeypatch.setattr(module, "forward", lambda *args, name=name, real=module.forward: calls.append(name) or real(*args))
+    monkeypatch.setattr(attention.cpp, "why_not", lambda q, block_size: "no reason")
+    for kept, gate in [(mask | True, None), (mask, None), (mask | True, torch.ones(mask.shape))]: block_sparse_attention(q, k, v, lists_of(kept), gate=gate)
+    assert calls == ["full", "cpu", "cpu"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_everything_kept(causal):
+    q, k, v, mask = problem(kv_heads=4)
+    call = lambda backend: results(lambda *x: block_sparse_attention(*x, lists_of(mask | True), causal=causal, backend=backend), [q, k, v], q)
+    for a, b in zip(call("auto"), call("dense")): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_layouts():
+    "Views that are not contiguous: heads after tokens, expanded keys, every second length."
+    q, k, v, mask = problem(batch=2, seq=48, dim=32, block=16)
+    lists = BlockLists.from_mask(mask, 48, 16)
+    lengths = torch.tensor([40, 1, 17, 2], dtype=torch.int32)[::2]
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    expected = block_sparse_attention(q, k, v, lists, lengths=lengths.clone(), backend="dense")
+    for backend in ("cpu", "auto"):
+        torch.testing.assert_close(block_sparse_attention(*turned, lists, lengths=lengths, backend=backend), expected)
+        wide = block_sparse_attention(q, k[:, :1].expand_as(k), v[:, :1].expand_as(v), lists, backend=backend)
+        torch.testing.assert_close(wide, block_sparse_attention(q, k[:, :1], v[:, :1], lists, backend="dense"))
 
 
 def test_flex_agrees():
@@ -78,17 +101,19 @@ def test_flex_agrees():
 def test_operator():
     "PyTorch's own checks: schema, autograd, and a fake implementation that agrees with the real one."
     from dendritic_kernels.attention import _attention
-    q, k, v, mask = problem(batch=1, seq=16)
-    lists = lists_of(mask, 16)
+    q, k, v, mask = problem(batch=1, seq=13)  # a ragged last block
+    lists = lists_of(mask, 13)
     torch.library.opcheck(_attention, (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), lists.row_counts, lists.row_index, lists.col_counts, lists.col_index,
                                        None, torch.ones(mask.shape, requires_grad=True), None, None, 8, False, 0.25, "cpu"))
 
 
-def test_compile_keeps_one_graph():
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_keeps_one_graph(dynamic):
     q, k, v, mask = problem()
-    lists = lists_of(mask)
-    call = lambda q, k, v: block_sparse_attention(q * 2, k, v, lists, backend="cpu") + 1
-    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v), call(q, k, v))
+    lists, gate, lengths = lists_of(mask), torch.rand(mask.shape), torch.tensor([30, 37])
+    call = lambda q, k, v: block_sparse_attention(q * 2, k, v, lists, gate=gate, lengths=lengths) + 1
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic)
+    for a, b in zip(results(compiled, [q, k, v], q), results(call, [q, k, v], q)): torch.testing.assert_close(a, b)
 
 
 def test_flops_count_what_is_kept():
@@ -135,9 +160,27 @@ def test_refused(change, error, message):
     with pytest.raises(error, match=message): block_sparse_attention(**arguments)
 
 
-def test_nan_reaches_only_the_queries_that_see_it():
-    q, k, v, mask = problem(seq=16, batch=1, heads=1, kv_heads=1)
-    mask[:] = torch.eye(2, dtype=torch.bool)
-    v[..., 0, :] = torch.nan
-    out = block_sparse_attention(q, k, v, lists_of(mask, 16), backend="cpu")
-    assert out[:, :, :8].isnan().all() and not out[:, :, 8:].isnan().any()
+@pytest.mark.parametrize("backend", ["cpu", "auto"])
+@pytest.mark.parametrize("of", ["q", "k", "v"])
+def test_nan_reaches_only_the_queries_that_see_it(backend, of):
+    q, k, v, mask = problem(seq=48, batch=1, heads=1, kv_heads=1, dim=32, block=16)
+    mask[:] = torch.tensor([[True, False, False], [False, True, True], [False, True, False]])
+    dict(q=q, k=k, v=v)[of][..., 2, :] = torch.nan
+    out = block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 48, 16), backend=backend)
+    assert out[:, :, 2].isnan().all() and not out[:, :, 16:].isnan().any()
+    k[:, :, 40:], v[:, :, 40:], q[:, :, 40:] = torch.nan, torch.nan, torch.nan
+    short, *grads = results(lambda *x: block_sparse_attention(*x, BlockLists.from_mask(mask, 48, 16), lengths=torch.tensor([40]), backend=backend), [q, k, v], torch.ones_like(q))
+    assert not short[:, :, 16:].isnan().any() and not any(g[:, :, 16:].isnan().any() for g in grads)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "auto", "dense"])
+def test_a_closed_block_may_dwarf_the_others(backend):
+    "A gate of zero in a block whose scores would overflow: as if the block were dropped, and finite gradients."
+    q, k, v, mask = problem(seq=48, batch=1, heads=1, kv_heads=1, dim=32, block=16)
+    k[:, :, :16] = q.mean(2, keepdim=True) * 1000
+    gate = torch.ones(mask.shape)
+    gate[..., 0] = 0
+    closed = lambda q, k, v, gate: block_sparse_attention(q, k, v, BlockLists.from_mask(mask | True, 48, 16), gate=gate, backend=backend)
+    out, *grads = results(closed, [q, k, v, gate], torch.ones_like(q))
+    torch.testing.assert_close(out, block_sparse_attention(q, k, v, BlockLists.from_mask(gate > 0, 48, 16), backend="dense").double(), rtol=1e-4, atol=1e-5)
+    assert backend == "dense" or all(g.isfinite().all() for g in grads)

@@ -1,0 +1,22 @@
+"""PyTorch's own dense attention on a CPU, for lists that keep every block: then it is the fastest."""
+
+import torch
+from torch import Tensor
+
+
+def fits(q: Tensor, k: Tensor, row_counts: Tensor, lengths: Tensor | None, gate: Tensor | None) -> bool:
+    return gate is None and lengths is None and q.shape[1] == k.shape[1] and q.dtype == torch.float32 and bool((row_counts == row_counts.shape[-1]).all())
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: None, gate: None,
+            block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    "Output like q, and the logarithm of the weights' sum (batch, heads, seq)."
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return out.contiguous(), lse.contiguous()
+
+
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor, row_index: Tensor, lengths: None,
+             gate: None, audit_counts: None, audit_index: None, block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor, None]:
+    "Gradients of q, k and v."
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad.contiguous(), q, k, v, out, lse, 0.0, causal, scale=scale)
+    return *(x.contiguous() for x in grads), None
