@@ -13,7 +13,7 @@ install: .venv/.installed  ## create .venv with the pinned environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e ".[dev,docs,trackers]"
-	@if [ -d .git ]; then $(BIN)/nbdev_install_hooks; fi
+	@if [ -d .git ]; then $(BIN)/nbdev_install_hooks && printf '#!/bin/sh\nexec .venv/bin/nbdev_trust\n' > .git/hooks/post-merge; fi
 	@touch $@
 
 demo: install  ## run the DSN experiment on real film-review sentences (profile quick) and print its results
