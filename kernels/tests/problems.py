@@ -1,6 +1,11 @@
 """Random problems, and what every backend is held to."""
 
+import os
+
 import torch
+
+if not torch.cuda.is_available(): os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported
+
 from dendritic_kernels import BlockLists, block_sparse_attention
 from dendritic_kernels.reference import dense_attention
 
