@@ -7,10 +7,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-
-if not torch.cuda.is_available(): os.environ["TRITON_INTERPRET"] = "1"  # for kernels/tests: before anything imports Triton
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-c", "from dendritic_lab.lab.cli import main; main()"]

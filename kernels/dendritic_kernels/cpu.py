@@ -68,16 +68,16 @@ def _whole(x: Tensor, like: Tensor) -> Tensor:
     return x.reshape(*like.shape[:2], -1, like.shape[-1])[:, :, :like.shape[2]].to(like.dtype).contiguous()
 
 
-def _chunks(p: _Problem, counts: Tensor, index: Tensor) -> Iterator[_Chunk]:
+def _chunks(p: _Problem) -> Iterator[_Chunk]:
     "Rows of blocks with something kept, those with few first."
     _, heads, kv_heads, blocks, size = p.shape
-    counts, order = counts.sort(stable=True)
+    counts, order = p.counts.sort(stable=True)
     many, first = counts.tolist(), int((counts == 0).sum())
     while first < len(many):
         last = first + 1
         while last < len(many) and (last + 1 - first) * many[last] * size * size <= CHUNK: last += 1
         rows, kept = order[first:last], many[last - 1]
-        chosen = index[rows, :kept]
+        chosen = p.index[rows, :kept]
         if counts[first] < kept: chosen = torch.where(torch.arange(kept) < counts[first:last, None], chosen, chosen[:, :1])  # a row is filled with a block of its own
         kv = rows // (blocks * heads) * kv_heads + rows // blocks % heads // (heads // kv_heads)
         yield _Chunk(rows, (kv[:, None] * blocks + chosen).flatten(), chosen, _hidden(p, rows, chosen, counts[first:last]))
@@ -119,7 +119,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
     p = _problem(q, k, v, row_counts, row_index, lengths, block_size, causal)
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     out, lse = torch.zeros(p.q.shape, dtype=q.dtype), torch.full(p.q.shape[:2], torch.inf, dtype=wide)
-    for chunk in _chunks(p, p.counts, p.index):
+    for chunk in _chunks(p):
         scores, _, _, v_kept = _scores(p, chunk, scale)
         if gate is not None: _by_block(scores, block_size).add_(gate.flatten(0, 2)[chunk.rows[:, None], chunk.index].to(wide).log()[:, None, :, None])
         largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(wide).min)
@@ -162,7 +162,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
         listed = torch.zeros(sums.shape, dtype=torch.bool).scatter_(1, chunk.index.long(), True)
         dgate[chunk.rows] = torch.where(listed, sums, dgate[chunk.rows])
 
-    for chunk in _chunks(p, p.counts, p.index):
+    for chunk in _chunks(p):
         weights, slope, grad_kept, q_kept, k_kept = weights_and_slope(chunk)
         dscores = slope.mul_(weights)
         if gate is not None:
@@ -176,7 +176,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
         dv.index_add_(0, chunk.keys, torch.bmm(weights.transpose(1, 2), grad_kept).view(-1, block_size, q.shape[-1]))
     if audit_counts is not None:
         audited = _problem(q, k, v, audit_counts, audit_index, lengths, block_size, causal)
-        for chunk in _chunks(audited, audited.counts, audited.index):
+        for chunk in _chunks(audited):
             weights, slope, *_ = weights_and_slope(chunk)
             set_gate(chunk, _by_block(slope.mul_(weights), block_size))
     return _whole(dq, q), _whole(dk, k), _whole(dv, v), None if gate is None else dgate.view(gate.shape).to(gate.dtype)

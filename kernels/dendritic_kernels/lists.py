@@ -48,27 +48,33 @@ class BlockLists:
 
         On a GPU one launch and no wait. Raises `TypeError` or `ValueError` for another type or shape.
         """
-        _check_sizes(seq_len, block_size)
         if not isinstance(block_mask, Tensor): raise TypeError(f"block_mask must be a tensor, got {type(block_mask).__name__}")
         if block_mask.dtype != torch.bool: raise TypeError(f"block_mask must be bool, got {block_mask.dtype}")
-        blocks = -(-seq_len // block_size)
-        if block_mask.dim() != 4 or tuple(block_mask.shape[2:]) != (blocks, blocks):
-            raise ValueError(f"block_mask must be (batch, heads, {blocks}, {blocks}) for {seq_len} tokens in blocks of {block_size}, got {tuple(block_mask.shape)}")
-        if block_mask.is_cuda:
-            from .triton_kernels import build_lists
-            return cls._trusted(*build_lists(block_mask), seq_len, block_size)
-        return cls._trusted(*_lists(block_mask), *_lists(block_mask.transpose(-1, -2)), seq_len, block_size)
+        return cls._above(block_mask, 0, seq_len, block_size, "block_mask")
 
     @classmethod
     def from_scores(cls, scores: Tensor, threshold: float, seq_len: int | None = None, block_size: int = 64) -> BlockLists:
         """Lists of the blocks whose score is above `threshold`; `scores` (batch, heads, q_blocks, k_blocks) are a gate's.
 
-        A score that is NaN does not keep its block. `seq_len` None: all blocks are full.
+        On a GPU one launch and no wait. A score that is NaN does not keep its block. `seq_len` None: all blocks are full.
         """
         if not isinstance(scores, Tensor) or not scores.is_floating_point(): raise TypeError(f"scores must be a floating-point tensor, got {getattr(scores, 'dtype', type(scores).__name__)}")
-        if scores.dim() != 4: raise ValueError(f"scores must be (batch, heads, q_blocks, k_blocks), got {tuple(scores.shape)}")
-        if seq_len is None: seq_len = scores.shape[-1] * block_size
-        return cls.from_mask(scores.detach() > threshold, seq_len, block_size)
+        if seq_len is None and scores.dim() == 4: seq_len = scores.shape[-1] * block_size
+        return cls._above(scores.detach(), threshold, seq_len, block_size, "scores")
+
+    @classmethod
+    def _above(cls, scores: Tensor, threshold: float, seq_len: int, block_size: int, name: str) -> BlockLists:
+        "Lists of what is above the threshold in a mask or in scores."
+        if scores.dim() != 4: raise ValueError(f"{name} must be (batch, heads, q_blocks, k_blocks), got {tuple(scores.shape)}")
+        _check_sizes(seq_len, block_size)
+        blocks = -(-seq_len // block_size)
+        if tuple(scores.shape[2:]) != (blocks, blocks):
+            raise ValueError(f"{name} must be (batch, heads, {blocks}, {blocks}) for {seq_len} tokens in blocks of {block_size}, got {tuple(scores.shape)}")
+        if scores.is_cuda and scores.dtype != torch.float64:
+            from .triton_kernels import build_lists
+            return cls._trusted(*build_lists(scores, torch.tensor(threshold, dtype=scores.dtype if scores.is_floating_point() else None).item()), seq_len, block_size)
+        mask = scores > threshold
+        return cls._trusted(*_lists(mask), *_lists(mask.transpose(-1, -2)), seq_len, block_size)
 
     @classmethod
     def _trusted(cls, row_counts: Tensor, row_index: Tensor, col_counts: Tensor, col_index: Tensor, seq_len: int, block_size: int) -> BlockLists:

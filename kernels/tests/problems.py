@@ -1,11 +1,6 @@
 """Random problems, and what every backend is held to."""
 
-import os
-
 import torch
-
-if not torch.cuda.is_available(): os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported
-
 from dendritic_kernels import BlockLists, block_sparse_attention
 from dendritic_kernels.reference import dense_attention
 
@@ -48,7 +43,9 @@ def check(backend, *, causal=False, ragged=False, gated=False, device="cpu", **s
     measured = results(sparse, [to(x) for x in tensors], weight)
     exact = results(dense, [x.double() for x in tensors], weight)
     same = results(dense, tensors, weight)
+    slope = weight.norm(dim=-1).max() * v.double().norm(dim=-1).max()
     for name, m, e, s in zip(("output", "q", "k", "v", "gate"), measured, exact, same):
         rounding = 8 * torch.finfo(q.dtype).eps * (1 + e.abs().max())  # dense attention can be right by luck on a few numbers
+        if name in "qk": rounding = max(rounding, 2 * torch.finfo(q.dtype).eps * slope * torch.cat([q, k], 1).abs().max() / q.shape[-1]**0.5)  # differences of such terms
         if name == "gate": rounding = max(rounding, 3e-5 * (1 + e.abs().max()))  # a float32 sum over a block, whose terms often cancel
         assert (m - e).abs().max() <= (2 if name == "output" else 3) * (s - e).abs().max() + rounding, name

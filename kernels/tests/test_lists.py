@@ -34,7 +34,7 @@ mask = torch.ones(1, 1, 2, 2, dtype=torch.bool)
 @pytest.mark.parametrize("arguments, error, message", [
     ((mask.tolist(), 8, 4), TypeError, "block_mask must be a tensor"),
     ((mask.int(), 8, 4), TypeError, "must be bool"),
-    ((mask[0], 8, 4), ValueError, r"\(batch, heads, 2, 2\)"),
+    ((mask[0], 8, 4), ValueError, r"\(batch, heads, q_blocks, k_blocks\)"),
     ((mask, 9, 4), ValueError, r"\(batch, heads, 3, 3\) for 9 tokens"),
     ((mask, 0, 4), ValueError, "seq_len must be at least 1"),
     ((mask, 8, 0), ValueError, "block_size must be at least 1"),
@@ -42,6 +42,11 @@ mask = torch.ones(1, 1, 2, 2, dtype=torch.bool)
 ])
 def test_refused_masks(arguments, error, message):
     with pytest.raises(error, match=message): BlockLists.from_mask(*arguments)
+
+
+def test_scores_of_another_shape_are_refused():
+    for scores, seq_len in ((torch.zeros(2, 2), None), (torch.zeros(1, 1, 2, 3), None), (torch.zeros(1, 1, 2, 2), 129)):
+        with pytest.raises(ValueError, match="scores must be"): BlockLists.from_scores(scores, 0.5, seq_len)
 
 
 @pytest.mark.parametrize("scores", [mask, [[0.5]], mask.int()])

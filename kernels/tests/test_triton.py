@@ -27,7 +27,8 @@ def test_lists_in_one_launch():
         mask = problem(seq=blocks * 8, density=density)[3]
         for layout in (mask, mask.transpose(-1, -2)):
             lists = BlockLists.from_mask(layout, blocks * 8, 8)
-            for built, expected in zip(build_lists(layout.to(DEVICE)), (lists.row_counts, lists.row_index, lists.col_counts, lists.col_index)): assert torch.equal(built.cpu(), expected)
+            for source in ((layout.to(DEVICE),), (torch.where(layout, 0.75, float("nan")).to(DEVICE), 0.5), (torch.where(layout, 0.75, 0.5).half().to(DEVICE), 0.5)):
+                for built, expected in zip(build_lists(*source), (lists.row_counts, lists.row_index, lists.col_counts, lists.col_index)): assert torch.equal(built.cpu(), expected)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
