@@ -1,6 +1,6 @@
 """Block-sparse attention on a CPU: kept key blocks are gathered for a few rows of blocks at a time.
 
-A chunk has rows with the same number of kept blocks and is small enough to stay in cache. Where every score of it counts
+A chunk has rows with the same number of kept blocks, and a bounded size. Where every score of it counts
 and no gate weighs blocks, PyTorch's fused dense attention computes it; else ordinary batched matrix products do.
 """
 
