@@ -19,7 +19,7 @@ h1 { font-size: 2rem; line-height: 1.2; margin: 0 0 .5rem } h2 { margin: 2.5rem 
 a { color: var(--accent) } a.anchor-link { display: none }
 blockquote { margin: 0 0 1.5rem; color: var(--soft); font-size: 1.1rem } blockquote p { margin: 0 }
 table { border-collapse: collapse; margin: 1rem 0; font-size: .9rem; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
-table.dataframe { border: 0 } th, td { border: 0; padding: .4rem .8rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top }
+table.dataframe { border: 0 } th, td { border: 0; padding: .4rem .5rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top }
 th { color: var(--soft); font-weight: 600; border-bottom-width: 2px } td:first-child, th:first-child { text-align: left; padding-left: 0 }
 td.text, th.text { text-align: left } .caption { color: var(--soft); font-size: .9rem }
 img { max-width: 100%; height: auto } pre, code { font: .85em/1.5 ui-monospace, monospace } pre { background: var(--shade); padding: .75rem 1rem; overflow-x: auto; border-radius: 4px }
