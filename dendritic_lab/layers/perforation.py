@@ -157,17 +157,18 @@ class SparsitySchedule:
         if self.kind == "cosine": share = (1 - math.cos(math.pi * share)) / 2
         return self.start + (self.target - self.start) * share
 
-# %% ../../nbs/layers/01_perforation.ipynb #792cde9e
+# %% ../../nbs/layers/01_perforation.ipynb #eab2dd41
 class SparsityController(nn.Module):
     """Holds each layer's share of dropped blocks at a target.
 
-    `offsets` (num_layers,) is a buffer: it is saved with a model. `update` moves it, once a training step.
+    `offsets` (num_layers,) is a buffer: it is saved with a model. `update` moves it, once a training step; `steps`
+    is the trainer's, to count them.
     """
 
     def __init__(self,
         num_layers: int,
         target: float | Sequence[float] = 0.5,  # share of valid blocks to drop, one for all layers or one each
-        gain: float = 0.5,  # of the error, in units of the logits' spread
+        gain: float = 1.0,  # of the error, in units of the logits' spread
         damping: float = 0.25,  # of the error's change
         l1: float = 0.0, entropy: float = 0.0, consistency: float = 0.0,  # weights of the terms of `penalty`
     ):
@@ -175,6 +176,7 @@ class SparsityController(nn.Module):
         self.gain, self.damping = gain, damping
         self.l1, self.entropy, self.consistency = l1, entropy, consistency
         for name in ("offsets", "errors", "targets"): self.register_buffer(name, torch.zeros(num_layers))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.set_target(target)
 
     def set_target(self, target: float | Sequence[float]):
@@ -185,24 +187,24 @@ class SparsityController(nn.Module):
         self.targets.copy_(torch.tensor(targets))
 
     @torch.no_grad()
-    def update(self, layer: int, logits: Tensor, kept: Tensor, valid: Tensor):
-        "Move a layer's offset: `logits` (batch, heads, blocks, blocks) before the offset, `kept` what was kept of them, `valid` (batch, blocks)."
+    def update(self, layer: int, logits: Tensor, valid: Tensor):
+        "Move a layer's offset: `logits` (batch, heads, blocks, blocks) before the offset and `valid` (batch, blocks). What counts is what would be kept without noise, as in use."
         candidates = logits[droppable_blocks(valid).expand_as(logits)].float()
         candidates = candidates[candidates.isfinite()]
         if not len(candidates): return  # texts of one or two blocks: nothing to decide
-        error = self.targets[layer] - block_sparsity(kept, valid)
+        error = self.targets[layer] - block_sparsity(constrain_blocks(logits > self.offsets[layer], valid), valid)
         low, high, spread = candidates.min(), candidates.max(), candidates.std(correction=0).clamp(min=1e-3)
         moved = self.offsets[layer] + spread * (self.gain * error + self.damping * (error - self.errors[layer]))
         self.offsets[layer] = moved.clamp(low - spread, high + spread)
         self.errors[layer] = error
 
     def penalty(self, probabilities: Sequence[Tensor]) -> Tensor:  # scalar
-        "The weighted terms, from each layer's keep probabilities of the blocks that are up for decision (one shape for all layers)."
-        p = torch.stack(list(probabilities)).float()
-        if not p.numel(): return p.sum()
-        entropy = -torch.special.xlogy(p, p) - torch.special.xlogy(1 - p, 1 - p)
-        neighbours = p.diff(dim=0).square().mean() if len(p) > 1 else p.new_zeros(())
-        return self.l1 * p.mean() + self.entropy * entropy.mean() + self.consistency * neighbours
+        "The weighted terms, from each layer's keep probabilities of the blocks that are up for decision. Layers agree or not where they decide about the same blocks."
+        p = [x.float().clamp(1e-6, 1 - 1e-6) for x in probabilities if x.numel()]  # entropy is infinitely steep at 0 and 1
+        if not p: return self.offsets.new_zeros(())
+        entropy = sum((-x * x.log() - (1 - x) * (1 - x).log()).mean() for x in p) / len(p)
+        same = [(x - y).square().mean() for x, y in zip(p, p[1:]) if x.shape == y.shape]
+        return self.l1 * sum(x.mean() for x in p) / len(p) + self.entropy * entropy + self.consistency * sum(same) / max(1, len(same))
 
 # %% ../../nbs/layers/01_perforation.ipynb #8b3469fe
 def top_blocks(
