@@ -16,24 +16,25 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 # %% ../../nbs/data/02_batches.ipynb #0240068f
 def text_batches(
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
+    texts: Sequence[str | tuple[str, str]],  # or pairs of texts, which are told apart by token types
     batch_size: int = 32,
     shuffle: bool = False,  # False keeps the order of `texts`
     by_length: bool = False,  # shuffled texts of similar length in a batch, for less padding
     max_length: int = 128,  # tokens; longer texts are cut
     **columns: Sequence,  # further columns, one value a text, such as labels
-) -> DataLoader:  # of dicts with input_ids and attention_mask (batch, tokens), and each of `columns` (batch, ...)
+) -> DataLoader:  # of dicts with input_ids, attention_mask and, for pairs, token_type_ids (batch, tokens), and each of `columns` (batch, ...)
     "A loader over `texts`. Raises `ValueError` when there are none or a column has another length."
     texts = list(texts)
     if not texts: raise ValueError("expected at least one text")
     for name, values in columns.items():
         if len(values) != len(texts): raise ValueError(f"{name}: expected {len(texts)} values, one a text, got {len(values)}")
-    ids = tokenizer(texts, truncation=True, max_length=max_length, return_token_type_ids=False, return_attention_mask=False)["input_ids"]
+    encoded = tokenizer(texts, truncation=True, max_length=max_length, return_token_type_ids=isinstance(texts[0], tuple), return_attention_mask=False)
+    ids = encoded["input_ids"]
     pad = DataCollatorWithPadding(tokenizer)
     values = {name: torch.as_tensor(column if isinstance(column, torch.Tensor) else list(column)) for name, column in columns.items()}
 
     def collate(rows: list[int]) -> dict[str, torch.Tensor]:
-        batch = pad([{"input_ids": ids[i]} for i in rows])
+        batch = pad([{name: of[i] for name, of in encoded.items()} for i in rows])
         return {**batch, **{name: column[rows] for name, column in values.items()}}
 
     if by_length and not shuffle: raise ValueError("by_length changes the order of the texts, so it needs shuffle=True")

@@ -239,7 +239,7 @@ def predict(
     "Logits of every row, with the model in eval mode for the time being."
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
-    logits = [model(**{k: v.to(device) for k, v in b.items() if k in ("input_ids", "attention_mask")}).logits.float().cpu() for b in batches]
+    logits = [model(**{k: v.to(device) for k, v in b.items() if k in ("input_ids", "attention_mask", "token_type_ids")}).logits.float().cpu() for b in batches]
     model.train(was_training)
     return torch.cat(logits)
 

@@ -1,8 +1,9 @@
 // Block-sparse attention on a CPU, forward, in float32. No dependency but the C++ standard library.
 //
-// Each task is one block of queries of one head. It walks the list of its kept key blocks with an online softmax;
-// scores of one block stay in the first-level cache. Keys are transposed once, so that both products have the form
-// C[rows, cols] += A[rows, depth] * B[depth, cols] with cols in vector registers.
+// Each task is one block of queries of one head. It walks the list of its kept key blocks with an online softmax.
+// Scores are held as (keys, queries), 16 kB for blocks of 64, with queries in vector registers: the softmax then goes down
+// the columns, and no vector is ever summed across its lanes. Both products have the form
+// C[rows, cols] (+)= A[rows, depth] * B[depth, cols]; only queries and the output are transposed, once a task.
 //
 // LANES (floats in a vector) is set by the build to what the processor has.
 
@@ -28,44 +29,46 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
 static inline Floats load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
 static inline void store(float* p, Floats x) { *reinterpret_cast<Floats*>(p) = x; }
 
-// C (R, V * LANES) += A (R, depth) * B (depth, V * LANES)
-template <int R, int V>
-static inline void tile(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int depth) {
+// C (R, V * LANES) = or += A (R, depth) * B (depth, V * LANES); A's element (r, d) stands at r * row + d * column
+template <int R, int V, bool ADD>
+static inline void tile(const float* a, int64_t row, int64_t column, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t depth) {
   Floats sum[R][V];
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) sum[r][v] = load(c + r * ldc + v * LANES);
-  for (int d = 0; d < depth; d++) {
-    Floats row[V];
-    for (int v = 0; v < V; v++) row[v] = load(b + d * ldb + v * LANES);
+    for (int v = 0; v < V; v++) sum[r][v] = ADD ? load(c + r * ldc + v * LANES) : Floats{};
+  for (int64_t d = 0; d < depth; d++) {
+    Floats line[V];
+    for (int v = 0; v < V; v++) line[v] = load(b + d * ldb + v * LANES);
     for (int r = 0; r < R; r++)
-      for (int v = 0; v < V; v++) sum[r][v] += a[r * lda + d] * row[v];
+      for (int v = 0; v < V; v++) sum[r][v] += a[r * row + d * column] * line[v];
   }
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) store(c + r * ldc + v * LANES, sum[r][v]);
 }
 
-template <int V>
-static inline void columns(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int rows, int depth) {
-  int r = 0;
-  for (; r + ROWS <= rows; r += ROWS) tile<ROWS, V>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, depth);
-  for (; r + 2 <= rows; r += 2) tile<2, V>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, depth);
-  for (; r < rows; r++) tile<1, V>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, depth);
+template <int V, bool ADD>
+static inline void columns(const float* a, int64_t row, int64_t column, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t rows, int64_t depth) {
+  int64_t r = 0;
+  for (; r + ROWS <= rows; r += ROWS) tile<ROWS, V, ADD>(a + r * row, row, column, b, ldb, c + r * ldc, ldc, depth);
+  for (; r + 4 <= rows; r += 4) tile<4, V, ADD>(a + r * row, row, column, b, ldb, c + r * ldc, ldc, depth);
+  for (; r < rows; r++) tile<1, V, ADD>(a + r * row, row, column, b, ldb, c + r * ldc, ldc, depth);
 }
 
 // cols is a multiple of LANES
-static void product(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int rows, int depth, int cols) {
-  int n = 0;
-  for (; n + WIDE * LANES <= cols; n += WIDE * LANES) columns<WIDE>(a, lda, b + n, ldb, c + n, ldc, rows, depth);
-  for (; n < cols; n += LANES) columns<1>(a, lda, b + n, ldb, c + n, ldc, rows, depth);
+template <bool ADD>
+static void product(const float* a, int64_t row, int64_t column, const float* b, float* c, int64_t rows, int64_t depth, int64_t cols) {
+  int64_t n = 0;
+  for (; n + WIDE * LANES <= cols; n += WIDE * LANES) columns<WIDE, ADD>(a, row, column, b + n, cols, c + n, cols, rows, depth);
+  for (; n < cols; n += LANES) columns<1, ADD>(a, row, column, b + n, cols, c + n, cols, rows, depth);
 }
 
-// 2^x for x <= 0, by the integer part in the exponent and a polynomial for the fraction in [-1/2, 1/2]. Exact to float32's rounding.
+static inline Floats max(Floats x, Floats y) { return x > y ? x : y; }  // y where either is NaN
+
+// 2^x for x <= 0, by the integer part in the exponent and a polynomial for the fraction in [-1/2, 1/2]. Exact to float32's
+// rounding down to 2^-126; below, and for -inf, at most that and 0 from 2^-127 on. NaN stays.
 static inline Floats exp2(Floats x) {
-  const Floats zero{}, lowest = zero - 126.0f;
-  const auto vanishes = x < lowest;  // also what is hidden, -inf; not NaN
-  x = vanishes ? lowest : x;
-  Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
-  Ints whole = reinterpret_cast<Ints>(shifted) - 0x4B400000;
+  const Floats lowest = Floats{} - 127.0f;
+  x = x < lowest ? lowest : x;
+  Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer, which stands in the lowest bits
   Floats t = x - (shifted - 12582912.0f);
   Floats y = 1.52527338e-5f * t + 1.54035304e-4f;  // Taylor: ln(2)^n / n!
   y = y * t + 1.33335581e-3f;
@@ -74,9 +77,17 @@ static inline Floats exp2(Floats x) {
   y = y * t + 2.40226507e-1f;
   y = y * t + 6.93147181e-1f;
   y = y * t + 1.0f;
-  y = reinterpret_cast<Floats>(reinterpret_cast<Ints>(y) + (whole << 23));
-  return vanishes ? zero : y;
+  return reinterpret_cast<Floats>(reinterpret_cast<Ints>(y) + (reinterpret_cast<Ints>(shifted) << 23));
 }
+
+// Floats that begin with a cache line: a vector then never lies in two.
+struct Aligned {
+  float* p;
+  explicit Aligned(size_t n) : p(static_cast<float*>(::operator new(n * sizeof(float), std::align_val_t(64)))) { std::fill(p, p + n, 0.0f); }
+  Aligned(const Aligned&) = delete;
+  ~Aligned() { ::operator delete(p, std::align_val_t(64)); }
+  float* data() { return p; }
+};
 
 static void forward(
     const float* q, const float* k, const float* v, float* out,  // q, out (batch, heads, seq, dim); k, v (batch, kv_heads, seq, dim); contiguous
@@ -85,11 +96,9 @@ static void forward(
     const int32_t* lengths,                                      // (batch,) or null
     const float* gate,                                           // (batch, heads, blocks, blocks) or null
     int64_t batch, int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim, int64_t blocks, int64_t size, float scale, int causal, int threads) {
-  // transposed keys, (batch * kv_heads * blocks, dim, size), zeros past the end
-  std::vector<float> transposed(batch * kv_heads * blocks * dim * size);
   const float minus_infinity = -INFINITY;
   const int64_t needed = size * (size + 2 * dim + 2);
-  std::vector<float> buffers(std::max(1, threads) * needed);
+  Aligned buffers(std::max(1, threads) * needed);
   auto in_parallel = [threads](int64_t tasks, auto work) {
     std::atomic<int64_t> next{0};
     auto worker = [&](int number) { for (int64_t task; (task = next++) < tasks;) work(task, number); };
@@ -101,71 +110,56 @@ static void forward(
     worker(0);
     for (auto& other : others) other.join();
   };
-  in_parallel(batch * kv_heads * blocks, [&](int64_t task, int) {
-    const int64_t start = task % blocks * size, rows = std::min(size, seq - start);
-    const float* from = k + (task / blocks * seq + start) * dim;
-    float* to = transposed.data() + task * dim * size;
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t d = 0; d < dim; d++) to[d * size + r] = from[r * dim + d];
-  });
   in_parallel(batch * heads * blocks, [&](int64_t task, int number) {
     const int64_t block = task % blocks, pair = task / blocks, b = pair / heads, kv = b * kv_heads + pair % heads / (heads / kv_heads);
     const int64_t start = block * size, end = lengths ? lengths[b] : seq;
     const int64_t rows = std::max<int64_t>(0, std::min(size, end - start));
-    float *scores = buffers.data() + number * needed, *scaled = scores + size * size, *sum = scaled + size * dim, *largest = sum + size * dim, *total = largest + size;
+    float *scores = buffers.data() + number * needed, *queries = scores + size * size, *sum = queries + size * dim, *largest = sum + size * dim, *total = largest + size;
     float* to = out + (pair * seq + start) * dim;
     float* sums = lse + pair * seq + start;
     std::memset(to, 0, sizeof(float) * std::min(size, seq - start) * dim);
     std::fill(sums, sums + std::min(size, seq - start), INFINITY);
-    if (rows == 0) return;
+    if (rows == 0 || counts[task] == 0) return;
     const float factor = scale * 1.44269504f;
-    const float* queries = q + (pair * seq + start) * dim;
-    for (int64_t i = 0; i < rows * dim; i++) scaled[i] = queries[i] * factor;
-    std::fill(sum, sum + rows * dim, 0.0f);
-    std::fill(largest, largest + rows, minus_infinity);
-    std::fill(total, total + rows, 0.0f);
+    const float* from = q + (pair * seq + start) * dim;
+    std::fill(queries, queries + size * dim, 0.0f);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t d = 0; d < dim; d++) queries[d * size + r] = from[r * dim + d] * factor;
+    std::fill(sum, sum + size * dim, 0.0f);
+    std::fill(largest, largest + size, minus_infinity);
+    std::fill(total, total + size, 0.0f);
     for (int64_t i = 0; i < counts[task]; i++) {
       const int64_t key = index[task * blocks + i], first = key * size;
       if (first >= end || (causal && key > block)) break;  // lists ascend
-      const int64_t cols = std::min(size, end - first);
-      std::fill(scores, scores + rows * size, 0.0f);
-      product(scaled, dim, transposed.data() + (kv * blocks + key) * dim * size, size, scores, size, rows, dim, size);
+      const int64_t keys = std::min(size, end - first);
+      product<false>(k + (kv * seq + first) * dim, dim, 1, queries, scores, keys, dim, size);
+      if (causal && key == block)
+        for (int64_t c = 1; c < keys; c++) std::fill(scores + c * size, scores + c * size + c, minus_infinity);
       const float open = gate ? std::log2(gate[task * blocks + key]) : 0.0f;
-      for (int64_t r = 0; r < rows; r++) {
-        float* row = scores + r * size;
-        const int64_t seen = causal && key == block ? std::min(cols, r + 1) : cols;
-        if (gate) for (int64_t c = 0; c < seen; c += LANES) store(row + c, load(row + c) + open);
-        std::fill(row + seen, row + size, minus_infinity);
-        Floats top = load(row);
-        for (int64_t c = LANES; c < size; c += LANES) { Floats x = load(row + c); top = x > top ? x : top; }
-        float most = largest[r];
-        for (int l = 0; l < LANES; l++) most = std::max(most, top[l]);
-        if (most == minus_infinity) {  // nothing seen yet, or only closed blocks
-          for (int64_t c = 0; c < seen; c++) if (row[c] != row[c]) total[r] = NAN;
-          std::fill(row, row + size, 0.0f);
-          continue;
-        }
-        if (most != largest[r]) {
-          const float shrink = std::exp2(largest[r] - most);
-          total[r] *= shrink;
-          for (int64_t d = 0; d < dim; d += LANES) store(sum + r * dim + d, load(sum + r * dim + d) * shrink);
-          largest[r] = most;
-        }
-        Floats weights{};
-        for (int64_t c = 0; c < size; c += LANES) {
-          Floats x = exp2(load(row + c) - most);
-          store(row + c, x);
+      for (int64_t c = 0; c < size; c += LANES) {
+        Floats top = load(scores + c);
+        for (int64_t r = 1; r < keys; r++) top = max(load(scores + r * size + c), top);
+        const Floats before = load(largest + c), most = max(top + open, before);
+        const Floats safe = most == minus_infinity ? Floats{} : most, base = safe - open, shrink = exp2(before - safe);
+        Floats weights = load(total + c) * shrink;
+        for (int64_t r = 0; r < keys; r++) {
+          const Floats x = exp2(load(scores + r * size + c) - base);
+          store(scores + r * size + c, x);
           weights += x;
         }
-        for (int l = 0; l < LANES; l++) total[r] += weights[l];
+        store(total + c, weights);
+        store(largest + c, most);
+        bool moved = false;
+        for (int l = 0; l < LANES; l++) moved |= before[l] != most[l];
+        if (moved) for (int64_t d = 0; d < dim; d++) store(sum + d * size + c, load(sum + d * size + c) * shrink);
       }
-      product(scores, size, v + (kv * seq + first) * dim, dim, sum, dim, rows, cols, dim);
+      product<true>(v + (kv * seq + first) * dim, 1, dim, scores, sum, dim, keys, size);
     }
     for (int64_t r = 0; r < rows; r++) {
       if (total[r] == 0.0f) continue;
       const float by = 1.0f / total[r];
       sums[r] = largest[r] / 1.44269504f + std::log(total[r]);
-      for (int64_t d = 0; d < dim; d++) to[r * dim + d] = sum[r * dim + d] * by;
+      for (int64_t d = 0; d < dim; d++) to[r * dim + d] = sum[d * size + r] * by;
     }
   });
 }

@@ -29,7 +29,7 @@ def _lanes() -> int: return PROCESSORS.get(torch.backends.cpu.get_cpu_capability
 def why_not(q: Tensor, block_size: int) -> str | None:
     "Why this backend cannot take these tensors, or None."
     if q.dtype != torch.float32: return f"it takes float32, not {q.dtype}"
-    if q.shape[-1] % _lanes() or block_size % _lanes(): return f"head_dim and block size must be multiples of {_lanes()} on this processor, got {q.shape[-1]} and {block_size}"
+    if block_size % _lanes(): return f"the block size must be a multiple of {_lanes()} on this processor, got {block_size}"
     return _library()[1]
 
 
