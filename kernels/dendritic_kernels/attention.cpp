@@ -35,11 +35,13 @@ static inline void tile(const float* a, int64_t row, int64_t column, const float
   Floats sum[R][V];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) sum[r][v] = ADD ? load(c + r * ldc + v * LANES) : Floats{};
-  for (int64_t d = 0; d < depth; d++) {
+  const float* from[R];
+  for (int r = 0; r < R; r++) from[r] = a + r * row;
+  for (int64_t d = 0, at = 0; d < depth; d++, at += column, b += ldb) {
     Floats line[V];
-    for (int v = 0; v < V; v++) line[v] = load(b + d * ldb + v * LANES);
+    for (int v = 0; v < V; v++) line[v] = load(b + v * LANES);
     for (int r = 0; r < R; r++)
-      for (int v = 0; v < V; v++) sum[r][v] += a[r * row + d * column] * line[v];
+      for (int v = 0; v < V; v++) sum[r][v] += from[r][at] * line[v];
   }
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) store(c + r * ldc + v * LANES, sum[r][v]);

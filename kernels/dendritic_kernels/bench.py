@@ -112,20 +112,21 @@ def plot(results: list[dict], path: Path):
     "Ratio against sparsity, a panel for each length and pass, with the line that skipping alone would give."
     import matplotlib.pyplot as plt
     panels = sorted({(r["direction"], r["length"]) for r in results})
+    colors = {backend: f"C{i}" for i, backend in enumerate(sorted({r["backend"] for r in results}))}
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), sharey=True, squeeze=False)
     for axis, (which, length) in zip(axes[0], panels):
         here = [r for r in results if (r["direction"], r["length"]) == (which, length) and r["measured"] == "operator" and "ratio" in r]
         for backend in sorted({r["backend"] for r in here}):
             points = sorted((r["sparsity"], r["ratio"], r["ratio_low"], r["ratio_high"]) for r in here if r["backend"] == backend)
             x, y, low, high = zip(*points)
-            axis.plot([100 * s for s in x], y, "o-", label=backend)
-            axis.fill_between([100 * s for s in x], low, high, alpha=0.2)
+            axis.plot([100 * s for s in x], y, "o-", color=colors[backend], label=backend)
+            axis.fill_between([100 * s for s in x], low, high, color=colors[backend], alpha=0.2)
         shown = sorted({100 * r["sparsity"] for r in here})
         axis.plot(shown, [1 - s / 100 for s in shown], "--", color="grey", label="1 - sparsity")
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(title=f"{which}, {length} tokens", xlabel="blocks dropped, %", yscale="log")
     axes[0][0].set_ylabel("time / dense attention's")
-    axes[0][-1].legend(frameon=False)
+    axes[0][0].legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 

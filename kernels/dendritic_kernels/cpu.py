@@ -1,9 +1,10 @@
 """Block-sparse attention on a CPU: kept key blocks are gathered for a few rows of blocks at a time.
 
-Each chunk is small enough to stay in cache, and its products are ordinary batched matrix products. Rows of
-blocks with as many kept blocks go into a chunk together, so that little of it is filling.
+A chunk has rows with the same number of kept blocks, and a bounded size. Where every score of it counts
+and no gate weighs blocks, PyTorch's fused dense attention computes it; else ordinary batched matrix products do.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 2 ** 19  # attention scores in a chunk
+CHUNK = 2 ** 20  # attention scores in a chunk
 LARGEST = 80.0  # logarithm of the weight that a closed block may seem to have, so that its gate's gradient stays finite
 
 
@@ -32,6 +33,8 @@ class _Problem:
 class _Chunk:
     rows: Tensor  # (rows,) numbers of rows of blocks
     keys: Tensor  # (rows * kept,) numbers of their key blocks in `_Problem.k`
+    k: Tensor  # (rows, kept * block_size, head_dim) these; the memory is the next chunk's as well
+    v: Tensor
     index: Tensor  # (rows, kept) numbers of the key blocks within their sequence
     hidden: Tensor | None  # (rows, block_size or 1, kept * block_size) bool: scores that do not count
 
@@ -71,40 +74,40 @@ def _whole(x: Tensor, like: Tensor) -> Tensor:
 def _chunks(p: _Problem) -> Iterator[_Chunk]:
     "Rows of blocks with something kept, those with few first."
     _, heads, kv_heads, blocks, size = p.shape
-    counts, order = p.counts.sort(stable=True)
-    many, first = counts.tolist(), int((counts == 0).sum())
+    order = p.counts.argsort(stable=True)
+    many = p.counts[order].tolist()
+    first, space = bisect_right(many, 0), [x.new_empty(0) for x in (p.k, p.v)]
     while first < len(many):
-        last = first + 1
-        while last < len(many) and (last + 1 - first) * many[last] * size * size <= CHUNK: last += 1
-        rows, kept = order[first:last], many[last - 1]
-        chosen = p.index[rows, :kept]
-        if counts[first] < kept: chosen = torch.where(torch.arange(kept) < counts[first:last, None], chosen, chosen[:, :1])  # a row is filled with a block of its own
+        kept = many[first]
+        last = min(bisect_right(many, kept), first + max(1, CHUNK // (kept * size * size)))
+        rows, chosen = order[first:last], p.index[order[first:last], :kept]
         kv = rows // (blocks * heads) * kv_heads + rows // blocks % heads // (heads // kv_heads)
-        yield _Chunk(rows, (kv[:, None] * blocks + chosen).flatten(), chosen, _hidden(p, rows, chosen, counts[first:last]))
+        keys = (kv[:, None] * blocks + chosen).flatten()
+        if len(space[0]) < len(keys): space = [x.new_empty(len(keys), *x.shape[1:]) for x in (p.k, p.v)]
+        k, v = (torch.index_select(x, 0, keys, out=s[:len(keys)]).view(len(rows), -1, x.shape[-1]) for x, s in zip((p.k, p.v), space))
+        yield _Chunk(rows, keys, k, v, chosen, _hidden(p, rows, chosen))
         first = last
 
 
-def _hidden(p: _Problem, rows: Tensor, index: Tensor, counts: Tensor) -> Tensor | None:
-    "Scores that do not count: places past the end of a list, keys past the end of a text, keys after their query."
+def _hidden(p: _Problem, rows: Tensor, index: Tensor) -> Tensor | None:
+    "Scores that do not count: keys past the end of a text, keys after their query. None where all count."
+    if p.ends is None and not p.causal: return None
     _, heads, _, blocks, size = p.shape
-    kept, parts = index.shape[1], []
-    if counts[0] < kept: parts.append((torch.arange(kept) >= counts[:, None]).repeat_interleave(size, 1)[:, None])
-    if p.ends is not None or p.causal:
-        keys = (index[:, :, None] * size + torch.arange(size)).flatten(1)[:, None]
-        if p.ends is not None: parts.append(keys >= p.ends[rows // (blocks * heads)][:, None, None])
-        if p.causal: parts.append(keys > (rows % blocks * size)[:, None, None] + torch.arange(size)[:, None])
-    hidden = None
-    for part in parts: hidden = part if hidden is None else hidden | part
+    ends, starts = None if p.ends is None else p.ends[rows // (blocks * heads)][:, None], rows % blocks * size
+    if not p.causal and not (index[:, -1:] * size + size > ends).any(): return None
+    keys = (index[:, :, None] * size + torch.arange(size)).flatten(1)
+    hidden = None if ends is None else (keys >= ends)[:, None]
+    if p.causal:
+        later = keys[:, None] > starts[:, None, None] + torch.arange(size)[:, None]
+        hidden = later if hidden is None else hidden | later
     return hidden
 
 
 def _scores(p: _Problem, chunk: _Chunk, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "Scores (rows, block_size, kept * block_size) of a chunk, and its queries, keys and values."
-    rows, dim = len(chunk.rows), p.q.shape[-1]
-    q = p.q[chunk.rows]
-    k, v = (x.index_select(0, chunk.keys).view(rows, -1, dim) for x in (p.k, p.v))
+    q, k, v = p.q[chunk.rows], chunk.k, chunk.v
     if q.dtype in (torch.float16, torch.bfloat16): q, k, v = q.float(), k.float(), v.float()
-    scores = torch.baddbmm(q.new_empty(rows, q.shape[1], k.shape[1]), q, k.transpose(1, 2), beta=0, alpha=scale)
+    scores = torch.baddbmm(q.new_empty(len(q), q.shape[1], k.shape[1]), q, k.transpose(1, 2), beta=0, alpha=scale)
     if chunk.hidden is not None: scores.masked_fill_(chunk.hidden, -torch.inf)
     return scores, q, k, v
 
@@ -120,6 +123,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     out, lse = torch.zeros(p.q.shape, dtype=q.dtype), torch.full(p.q.shape[:2], torch.inf, dtype=wide)
     for chunk in _chunks(p):
+        if gate is None and chunk.hidden is None:
+            done, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*(x[:, None] for x in (p.q[chunk.rows], chunk.k, chunk.v)), 0.0, False, scale=scale)
+            out[chunk.rows], lse[chunk.rows] = done[:, 0], sums[:, 0].to(wide)
+            continue
         scores, _, _, v_kept = _scores(p, chunk, scale)
         if gate is not None: _by_block(scores, block_size).add_(gate.flatten(0, 2)[chunk.rows[:, None], chunk.index].to(wide).log()[:, None, :, None])
         largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(wide).min)
@@ -142,7 +149,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     if lengths is not None: grad = grad.masked_fill((torch.arange(q.shape[2]) >= lengths[:, None])[:, None, :, None], 0)
     wide = lse.dtype
     grads, delta = _blocks(grad, block_size), _blocks((grad.to(wide) * out.to(wide)).sum(-1, keepdim=True), block_size)
-    lse = _blocks(lse[..., None], block_size)
+    outs, lse = _blocks(out, block_size), _blocks(lse[..., None], block_size)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (p.q, p.k, p.v))
     dgate = None if gate is None else torch.zeros(gate.shape, dtype=wide).flatten(0, 2)
 
@@ -156,13 +163,19 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
         slope = torch.bmm(grad_kept, v_kept.transpose(1, 2)).sub_(delta[chunk.rows])
         return weights, slope, grad_kept, q_kept, k_kept
 
-    def set_gate(chunk: _Chunk, slopes: Tensor):
-        "Gradients of the chunk's blocks; what fills a list adds nothing."
-        sums = torch.zeros_like(dgate[chunk.rows]).scatter_add_(1, chunk.index.long(), slopes.sum((1, 3)))
-        listed = torch.zeros(sums.shape, dtype=torch.bool).scatter_(1, chunk.index.long(), True)
-        dgate[chunk.rows] = torch.where(listed, sums, dgate[chunk.rows])
+    def set_gate(chunk: _Chunk, slopes: Tensor): dgate[chunk.rows] = dgate[chunk.rows].scatter(1, chunk.index.long(), slopes.sum((1, 3)))
+
+    def add_to_keys(chunk: _Chunk, of_k: Tensor, of_v: Tensor, scale: float):
+        dk.index_add_(0, chunk.keys, of_k.reshape(-1, block_size, q.shape[-1]).to(wide), alpha=scale)
+        dv.index_add_(0, chunk.keys, of_v.reshape(-1, block_size, q.shape[-1]).to(wide))
 
     for chunk in _chunks(p):
+        if gate is None and chunk.hidden is None:
+            operands = (x[:, None] for x in (grads[chunk.rows], p.q[chunk.rows], chunk.k, chunk.v, outs[chunk.rows], lse[chunk.rows].squeeze(-1)))
+            of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*operands, 0.0, False, scale=scale)
+            dq[chunk.rows] = of_q[:, 0].to(wide)
+            add_to_keys(chunk, of_k, of_v, 1.0)
+            continue
         weights, slope, grad_kept, q_kept, k_kept = weights_and_slope(chunk)
         dscores = slope.mul_(weights)
         if gate is not None:
@@ -172,8 +185,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
             block_slopes.mul_(of_block)
             _by_block(weights, block_size).mul_(of_block)
         dq[chunk.rows] = torch.bmm(dscores, k_kept).mul_(scale)
-        dk.index_add_(0, chunk.keys, torch.bmm(dscores.transpose(1, 2), q_kept).view(-1, block_size, q.shape[-1]), alpha=scale)
-        dv.index_add_(0, chunk.keys, torch.bmm(weights.transpose(1, 2), grad_kept).view(-1, block_size, q.shape[-1]))
+        add_to_keys(chunk, torch.bmm(dscores.transpose(1, 2), q_kept), torch.bmm(weights.transpose(1, 2), grad_kept), scale)
     if audit_counts is not None:
         audited = _problem(q, k, v, audit_counts, audit_index, lengths, block_size, causal)
         for chunk in _chunks(audited):
