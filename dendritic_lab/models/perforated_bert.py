@@ -138,7 +138,7 @@ class PerforatedBertLayer(BertLayer):
         out = block_sparse_attention(q.contiguous(), k.contiguous(), v.contiguous(), lists, lengths=mask.sum(1), scale=scale, gate=gate, audit=audit, backend=knobs.backend)
         return out if log_keep is None else out[..., :-1]
 
-# %% ../../nbs/models/02_perforated_bert.ipynb #64196639
+# %% ../../nbs/models/02_perforated_bert.ipynb #f72838f6
 class PerforatedBertPreTrainedModel(BertPreTrainedModel):
     "Loading, knobs and weights that all heads share."
     config_class = PerforatedBertConfig
@@ -147,10 +147,11 @@ class PerforatedBertPreTrainedModel(BertPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, *args, config: PerforatedBertConfig | None = None, **kwargs):
-        """Load a perforated model, or a BERT, RoBERTa or ELECTRA checkpoint, of which every weight is used. Raises
-        `ValueError` for another kind of checkpoint."""
+        """Load a perforated model, or a BERT, RoBERTa or ELECTRA checkpoint, of which every weight is used. Fields of the
+        configuration may be given by name. Raises `ValueError` for another kind of checkpoint."""
         path = checkpoint_path(str(name_or_path))
-        own = {k: kwargs.pop(k) for k in PerforatedBertConfig.__annotations__ if k in kwargs}
+        names = {*PerforatedBertConfig().to_dict(), "num_labels"} - {"dtype"}
+        own = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
         source = config or AutoConfig.from_pretrained(path, **{k: v for k, v in kwargs.items() if k in ("revision", "cache_dir", "token", "local_files_only")})
         if source.model_type not in ("perforated_bert", "bert", "roberta", "electra"): raise ValueError(f"expected a checkpoint of the BERT family (bert, roberta, electra or perforated_bert), got {source.model_type}")
         settings = source.to_dict() | own
