@@ -6,7 +6,7 @@
 __all__ = ['logger', 'Rows', 'Splits', 'ONE', 'TWO', 'BINARY', 'RTE_LABELS', 'RATED', 'BENCHMARKS', 'read_table', 'hold_out',
            'local_sst2', 'local_cola', 'local_rte', 'local_wnli', 'local_mrpc', 'local_stsb', 'local_ag_news',
            'local_gsm8k', 'embedded_snippets', 'three_way', 'embedded_bbc', 'Benchmark', 'hub_splits', 'check',
-           'digest', 'offline', 'available', 'read_source', 'load', 'spans', 'hold_out_sentences']
+           'digest', 'offline', 'available', 'read_source', 'load', 'sample', 'spans', 'hold_out_sentences']
 
 # %% ../../nbs/data/01_benchmarks.ipynb #93e773aa
 import hashlib
@@ -275,6 +275,21 @@ def _how_to_get(name: str, source: str, reasons: dict[str, str]) -> str:
     tried = "; ".join(f"{s}: {why or 'available'}" for s, why in reasons.items())
     return (f"{wanted} has {name} ({tried}). Three ways to get data: set DENDRITIC_LAB_DATA to a folder that has the files, "
             f"load from the hub with a network, or use a data set that a package carries (source 'embedded').")
+
+# %% ../../nbs/data/01_benchmarks.ipynb #2f3b89e7
+def sample(
+    loaded,  # from `load`
+    rows: dict[str, int],  # of each split at most, 0 for all
+    seed: int = 0,
+):  # like `loaded`, with the splits in `rows`; its record tells these rows and those that were loaded
+    "Random rows of each split, the same ones for the same seed."
+    import datasets
+    import numpy as np
+    taken = {split: loaded[split].select(np.random.default_rng(seed).permutation(len(loaded[split]))[:most or None]) for split, most in rows.items()}
+    sampled = datasets.DatasetDict(taken)
+    sampled.record = {**loaded.record, "rows": {split: len(part) for split, part in taken.items()}, "sha256": {split: digest(part.to_list()) for split, part in taken.items()},
+                      "loaded_rows": loaded.record["rows"], "loaded_sha256": loaded.record["sha256"]}
+    return sampled
 
 # %% ../../nbs/data/01_benchmarks.ipynb #0a9cd509
 def spans(text: str) -> set[str]:

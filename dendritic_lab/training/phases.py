@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-# %% ../../nbs/training/03_phases.ipynb #1b589acf
+# %% ../../nbs/training/03_phases.ipynb #4bb7538d
 def is_scorer(name: str) -> bool:
     "Whether a parameter of a perforated model decides what to keep; the others compute."
     return any(part in name.split(".") for part in ("scorer", "threshold", "tokens", "budget"))
@@ -35,11 +35,12 @@ def learning_rates(
 ) -> dict[str, float]:  # for `fit`
     "A rate for each layer's weights, falling toward the input, and one for everything that decides."
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-    layers = len(model.base_model.encoder.layer)
-    rates = {f"{prefix}embeddings.": lr * layer_decay ** layers}
-    for i in range(layers):
-        rates[f"{prefix}encoder.layer.{i}."] = lr * layer_decay ** (layers - 1 - i)
-        for part in ("scorer.", "threshold.", "tokens."): rates[f"{prefix}encoder.layer.{i}.{part}"] = scorer_lr
+    layers = model.base_model.encoder.layer
+    rates = {f"{prefix}embeddings.": lr * layer_decay ** len(layers)}
+    for i, layer in enumerate(layers):
+        rates[f"{prefix}encoder.layer.{i}."] = lr * layer_decay ** (len(layers) - 1 - i)
+        for part in ("scorer", "threshold", "tokens"):
+            if [*getattr(layer, part).parameters()]: rates[f"{prefix}encoder.layer.{i}.{part}."] = scorer_lr
     return rates | ({f"{prefix}budget.": scorer_lr} if model.base_model.budget is not None else {})
 
 
