@@ -10,8 +10,8 @@ from ..layers.perforation import SparsityController, SparsitySchedule, Temperatu
 from ..models.perforated_bert import PerforatedBertLayer, PerforatedBertPreTrainedModel
 from .loop import Fit, fit
 
-# %% ../../nbs/training/03_phases.ipynb #5821f0b8
-from collections.abc import Callable
+# %% ../../nbs/training/03_phases.ipynb #0f75ebce
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +99,7 @@ def distil_scorers(
     with _trainable(model, lambda name: "scorer" in name.split(".")):
         return fit(model, train, loss=scorer_loss, **{"lr": 1e-3, "description": "scorers", **settings})
 
-# %% ../../nbs/training/03_phases.ipynb #f09bc601
+# %% ../../nbs/training/03_phases.ipynb #1bd16ddb
 @dataclass(frozen=True)
 class Phase:
     "One phase of training. A learning rate of 0 freezes."
@@ -108,7 +108,7 @@ class Phase:
     lr: float = 2e-5  # of weights
     scorer_lr: float = 1e-4  # of scorers, thresholds and judges of tokens
     alternate: bool = False  # weights at odd steps, what decides at even ones
-    sparsity: tuple[float, float] = (0.1, 0.5)  # to hold at the first step and at the end of `rise`
+    sparsity: tuple[float | Sequence[float], float | Sequence[float]] = (0.1, 0.5)  # to hold at the first step and at the end of `rise`, one for all layers or one each
     temperature: tuple[float, float] = (1.0, 0.1)
     rise: float = 0.7  # share of the phase in which sparsity rises and temperature falls
     soft_tokens: bool = True  # dim tokens; False: drop them
@@ -130,13 +130,14 @@ def train_phase(
 ) -> Fit:
     "Train one phase, with the sparsity held where the schedule says."
     base, steps = model.base_model, max(1, round(phase.rise * phase.epochs * len(train)))
-    target, temperature = SparsitySchedule(steps, phase.sparsity[1], phase.sparsity[0]), TemperatureSchedule(steps, *phase.temperature)
+    starts, ends = (list(s) if isinstance(s, Sequence) else [s] * len(base.controller.targets) for s in phase.sparsity)
+    targets, temperature = [SparsitySchedule(steps, end, start) for start, end in zip(starts, ends)], TemperatureSchedule(steps, *phase.temperature)
     base.controller.steps.zero_()
 
     def loss(wrapped: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         controller: SparsityController = base.controller
         step = int(controller.steps)
-        controller.set_target(target(step))
+        controller.set_target([target(step) for target in targets])
         model.set_training_mode(temperature(step), phase.soft_tokens)
         if phase.alternate:
             for name, p in model.named_parameters(): p.requires_grad_(is_scorer(name) == (step % 2 == 1))
@@ -153,12 +154,12 @@ def train_phase(
         figures = evaluate and (lambda m: {**evaluate(m), "steps": float(base.controller.steps)})
         return fit(model, train, loss=loss, evaluate=figures, monitor="steps", epochs=phase.epochs, lr=phase.lr, learning_rates=rates, checkpoint=where, **{"description": phase.name, **settings})
 
-# %% ../../nbs/training/03_phases.ipynb #259db785
+# %% ../../nbs/training/03_phases.ipynb #1f56c41b
 def perforate(
     model: PerforatedBertPreTrainedModel,  # with dense weights
     train: DataLoader,
     *,
-    sparsity: float = 0.5,  # share of blocks that training leaves out at the end
+    sparsity: float | Sequence[float] = 0.5,  # share of blocks that training leaves out at the end, of all layers or of each
     keep_ratio: float | None = 0.2,  # share of tokens that the last layer leaves; None: learned threshold
     lr: float = 1e-4,  # of weights
     scorer_lr: float = 1e-3,  # of what decides; 0 freezes it, and then it learns nothing from the dense model either
