@@ -99,7 +99,7 @@ def distil_scorers(
     with _trainable(model, lambda name: "scorer" in name.split(".")):
         return fit(model, train, loss=scorer_loss, **{"lr": 1e-3, "description": "scorers", **settings})
 
-# %% ../../nbs/training/03_phases.ipynb #1bd16ddb
+# %% ../../nbs/training/03_phases.ipynb #cba7fdd1
 @dataclass(frozen=True)
 class Phase:
     "One phase of training. A learning rate of 0 freezes."
@@ -130,7 +130,9 @@ def train_phase(
 ) -> Fit:
     "Train one phase, with the sparsity held where the schedule says."
     base, steps = model.base_model, max(1, round(phase.rise * phase.epochs * len(train)))
-    starts, ends = (list(s) if isinstance(s, Sequence) else [s] * len(base.controller.targets) for s in phase.sparsity)
+    layers = len(base.controller.targets)
+    starts, ends = (list(s) if isinstance(s, Sequence) else [s] * layers for s in phase.sparsity)
+    if not len(starts) == len(ends) == layers: raise ValueError(f"phase {phase.name!r}: a sparsity is one share, or one for each of {layers} layers, got {phase.sparsity}")
     targets, temperature = [SparsitySchedule(steps, end, start) for start, end in zip(starts, ends)], TemperatureSchedule(steps, *phase.temperature)
     base.controller.steps.zero_()
 
