@@ -134,7 +134,7 @@ def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str
     if trackers: accelerator.init_trackers("dendritic_lab", config=plain)
     return accelerator
 
-# %% ../../nbs/training/02_loop.ipynb #5718ee4f
+# %% ../../nbs/training/02_loop.ipynb #a5501fef
 class _Run:
     def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None):
         self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
@@ -230,7 +230,7 @@ def _seed_epoch(train: DataLoader, seed: int, epoch: int):
 
 def _plain(state: dict) -> dict: return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list))}
 
-# %% ../../nbs/training/02_loop.ipynb #41dc6bc8
+# %% ../../nbs/training/02_loop.ipynb #d9955176
 @torch.no_grad()
 def predict(
     model: nn.Module,
@@ -239,7 +239,7 @@ def predict(
     "Logits of every row, with the model in eval mode for the time being."
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
-    logits = [model(**{k: v.to(device) for k, v in b.items() if k in ("input_ids", "attention_mask")}).logits.float().cpu() for b in batches]
+    logits = [model(**{k: v.to(device) for k, v in b.items() if k in ("input_ids", "attention_mask", "token_type_ids", "task")}).logits.float().cpu() for b in batches]
     model.train(was_training)
     return torch.cat(logits)
 
