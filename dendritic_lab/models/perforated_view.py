@@ -11,6 +11,7 @@ from .perforated_bert import Decision, PerforatedBertPreTrainedModel
 # %% ../../nbs/models/04_perforated_view.ipynb #477bbd1e
 import html
 
+import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -48,7 +49,7 @@ def shaded(tokens: list[str], decisions: tuple[Decision, ...]) -> str:  # HTML
 def kept_figure(decisions: tuple[Decision, ...], head: int = 0) -> Figure:
     "Left the tokens that each layer passes on, right the blocks that one head of each layer computes, among the tokens it has."
     layers = len(decisions)
-    figure = Figure(figsize=(3.5 + 1.3 * layers, 2.6), layout="constrained")
+    figure = plt.figure(figsize=(3.5 + 1.3 * layers, 2.6), layout="constrained")
     first, *others = figure.subplots(1, 1 + layers, width_ratios=[3] + [1] * layers)
     first.imshow(torch.stack([d.tokens[0] for d in decisions]).cpu().numpy(), aspect="auto", cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
     first.set(xlabel="token", ylabel="layer", yticks=range(layers), yticklabels=range(1, 1 + layers), title="tokens that go on")
@@ -56,6 +57,7 @@ def kept_figure(decisions: tuple[Decision, ...], head: int = 0) -> Figure:
         axis.imshow(d.kept[0, head].cpu().numpy(), cmap="Greys", vmin=0, vmax=1)
         axis.set(title=f"layer {i + 1}", xticks=[], yticks=[])
     for axis in figure.axes: axis.grid(False)
+    plt.close(figure)  # shown where it is returned to, once
     return figure
 
 # %% ../../nbs/models/04_perforated_view.ipynb #77aa516d
