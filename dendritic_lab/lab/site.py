@@ -86,7 +86,7 @@ def stage(root: Path | None = None) -> Path:
     (docs / "log.qmd").write_text(f"---\ntitle: Log\n---\n{log}", encoding="utf-8")
     return docs
 
-# %% ../../nbs/lab/07_site.ipynb #b8f541a2
+# %% ../../nbs/lab/07_site.ipynb #44adf432
 def newest_run(root: Path, experiment: str) -> tuple[Path, dict, dict] | None:
     "Folder, metrics by name and environment of an experiment's newest reference run."
     runs = [r for r in reference_runs(root) if r.parent.name == experiment]
@@ -100,7 +100,7 @@ def with_interval(metric: dict, digits: int = 1) -> str:
     spread = f" [{metric['interval'][0]:.{digits}f}, {metric['interval'][1]:.{digits}f}]" if metric["interval"] else ""
     return f"{metric['value']:.{digits}f}{spread}"
 
-
+# %% ../../nbs/lab/07_site.ipynb #7890007e
 def dsn_table(root: Path) -> str:
     "The DSN experiment's main figures, as Markdown."
     found = newest_run(root, "dsn")
@@ -116,7 +116,7 @@ def dsn_table(root: Path) -> str:
             f"{hardware['cpu']}, {hardware['cores']} cores. Run `{run.relative_to(root)}`.")
     return "\n".join([*rows, "", note])
 
-
+# %% ../../nbs/lab/07_site.ipynb #3f0f7c74
 def perforated_table(root: Path) -> str:
     "Accuracy and time of perforated BERT on long documents at every setting of its knobs, as Markdown."
     found = newest_run(root, "perforated_long")
@@ -133,7 +133,7 @@ def perforated_table(root: Path) -> str:
     return "\n".join([*rows, "", f"Accuracy: {metrics['dense.accuracy']['setting']}; {len(metrics['dense.accuracy']['values'])} seeds, 95 % intervals over seeds. Time: a model shaped as BERT-base over the same model dense with fused attention, "
                       f"one text, medians and quartiles; {hardware['cpu']}, {hardware['cores']} cores. Run `{run.relative_to(root)}`."])
 
-
+# %% ../../nbs/lab/07_site.ipynb #2808397a
 def ratios_table(root: Path) -> str:
     "Times of the attention kernels over dense attention's from the newest reference runs, one table for each device, as Markdown."
     tables = {}
@@ -151,7 +151,7 @@ def ratios_table(root: Path) -> str:
                                                           "| direction | tokens | backend | 50 % dropped | 75 % | 90 % |", "|---|---|---|---|---|---|", *rows]
     return "\n\n".join("\n".join(lines) for lines in tables.values()) or "Not measured yet."
 
-
+# %% ../../nbs/lab/07_site.ipynb #e24478ed
 TABLES = {"dsn": ("README.md", dsn_table), "perforated": ("README.md", perforated_table), "kernels": ("kernels/README.md", ratios_table)}
 
 
@@ -170,7 +170,7 @@ def update_readme(root: Path | None = None) -> bool:  # whether a file changed
     for name, (file, table) in TABLES.items():
         path = root / file
         text = path.read_text(encoding="utf-8")
-        before, inside, after = between(name, text)
-        path.write_text(before + table(root) + after, encoding="utf-8")
-        changed |= inside != table(root)
+        (before, inside, after), new = between(name, text), table(root)
+        path.write_text(before + new + after, encoding="utf-8")
+        changed |= inside != new
     return changed
