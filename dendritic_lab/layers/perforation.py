@@ -33,6 +33,9 @@ def pool_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:  # mean, max and min (batch, blocks, dim); 0 where a block has no token
     "Pool the tokens of each block."
     pad = -x.shape[1] % block_size
+    if not pad and mask.all():
+        x = x.unflatten(1, (-1, block_size))
+        return x.mean(2), x.amax(2), x.amin(2)
     x, mask = F.pad(x, (0, 0, 0, pad)).unflatten(1, (-1, block_size)), F.pad(mask.bool(), (0, pad)).unflatten(1, (-1, block_size))[..., None]
     empty = ~mask.any(2)
     mean = x.masked_fill(~mask, 0).sum(2) / mask.sum(2).clamp(min=1)
@@ -197,6 +200,16 @@ class SparsityController(nn.Module):
         moved = self.offsets[layer] + spread * (self.gain * error + self.damping * (error - self.errors[layer]))
         self.offsets[layer] = moved.clamp(low - spread, high + spread)
         self.errors[layer] = error
+
+    @torch.no_grad()
+    def settle(self, layer: int, seen: Sequence[tuple[Tensor, Tensor]]):
+        "Set a layer's offset to where exactly its target would have been left out of all that was `seen`: pairs of logits and valid blocks, as `update` takes them."
+        candidates = torch.cat([logits[droppable_blocks(valid).expand_as(logits)].float() for logits, valid in seen])
+        candidates = candidates[candidates.isfinite()].sort().values
+        if not len(candidates): return
+        blocks = sum(int(_pairs(valid).sum()) * logits.shape[1] for logits, valid in seen)
+        out = min(len(candidates), round(self.targets[layer].item() * blocks))
+        self.offsets[layer] = candidates[out - 1] if out else candidates[0] - 1
 
     def penalty(self, probabilities: Sequence[Tensor]) -> Tensor:  # scalar
         "The weighted terms, from each layer's keep probabilities of the blocks that are up for decision. Layers agree or not where they decide about the same blocks."
