@@ -151,12 +151,14 @@ def show_figures(metrics: list[dict], title: str):
     "Print the headline figures of a metrics.json, a row for each thing measured and a column for each kind of figure."
     number = lambda v: f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.4g}"
     show = lambda m: number(m["value"]) + (f" [{number(m['interval'][0])}, {number(m['interval'][1])}]" if m["interval"] else "")
-    cells, columns = {}, {}
+    cells, units = {}, {}
     for m in [m for m in metrics if m.get("headline")] or metrics:
         subject, _, kind = m["name"].partition(".")
-        columns[kind] = m["unit"]
-        cells.setdefault(subject, {})[kind] = show(m)
-    _table(title, ["", *(f"{kind}, {unit}" for kind, unit in columns.items())], [[subject, *(row.get(kind, "") for kind in columns)] for subject, row in cells.items()])
+        units.setdefault(kind, set()).add(m["unit"])
+        cells.setdefault(subject, {})[kind] = m
+    one = {kind: len(of) == 1 for kind, of in units.items()}  # else each figure says its own
+    cell = lambda row, kind: "" if kind not in row else show(row[kind]) if one[kind] else f"{show(row[kind])} {row[kind]['unit']}"
+    _table(title, ["", *(f"{kind}, {min(of)}" if one[kind] else kind for kind, of in units.items())], [[subject, *(cell(row, kind) for kind in units)] for subject, row in cells.items()])
 
 # %% ../../nbs/lab/06_cli.ipynb #4a48a25f
 @data_app.command("status")
