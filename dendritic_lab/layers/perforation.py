@@ -190,12 +190,12 @@ class SparsityController(nn.Module):
         self.targets.copy_(torch.tensor(targets))
 
     @torch.no_grad()
-    def update(self, layer: int, logits: Tensor, valid: Tensor):
-        "Move a layer's offset: `logits` (batch, heads, blocks, blocks) before the offset and `valid` (batch, blocks). What counts is what would be kept without noise, as in use."
+    def update(self, layer: int, logits: Tensor, valid: Tensor, kept: Tensor | None = None):
+        "Move a layer's offset: `logits` (batch, heads, blocks, blocks) before the offset, `valid` (batch, blocks) and the blocks that were `kept`; None: those that would be without noise."
         candidates = logits[droppable_blocks(valid).expand_as(logits)].float()
         candidates = candidates[candidates.isfinite()]
         if not len(candidates): return  # texts of one or two blocks: nothing to decide
-        error = self.targets[layer] - block_sparsity(constrain_blocks(logits > self.offsets[layer], valid), valid)
+        error = self.targets[layer] - block_sparsity(constrain_blocks(logits > self.offsets[layer], valid) if kept is None else kept, valid)
         low, high, spread = candidates.min(), candidates.max(), candidates.std(correction=0).clamp(min=1e-3)
         moved = self.offsets[layer] + spread * (self.gain * error + self.damping * (error - self.errors[layer]))
         self.offsets[layer] = moved.clamp(low - spread, high + spread)
@@ -245,17 +245,18 @@ class HeadBudgetAllocator:
     def add(self, gates: Sequence[Tensor]):
         "Count a batch: gates (batch, heads, blocks, blocks) of every layer, whose `grad` a backward pass has filled."
         if len(gates) != len(self.importance): raise ValueError(f"expected gates of {len(self.importance)} layers, got {len(gates)}")
-        for row, gate in zip(self.importance, gates): row += (gate.detach() * gate.grad).sum((2, 3)).abs().sum(0).float().cpu()
+        for row, gate in zip(self.importance, gates): row += (gate.detach() * gate.grad).abs().sum((0, 2, 3)).float().cpu()
 
     def budgets(self, keep: float) -> Tensor:  # (num_layers, num_heads), mean `keep`
         "Share of blocks that each head may keep."
         if not self.floor <= keep <= 1: raise ValueError(f"keep must be between the floor {self.floor} and 1, got {keep}")
         if not self.importance.sum() > 0: raise ValueError("no importance was measured: call add first")
-        low, high = 0.0, 2 / self.importance[self.importance > 0].min().item()
+        weights = (self.importance / self.importance.max()).double().clamp(min=1e-6)  # so that a head without importance gets what the others cannot take
+        low, high = 0.0, 1e6
         for _ in range(100):
             factor = (low + high) / 2
-            low, high = (factor, high) if (self.importance * factor).clamp(self.floor, 1).mean() < keep else (low, factor)
-        return (self.importance * high).clamp(self.floor, 1)
+            low, high = (factor, high) if (weights * factor).clamp(self.floor, 1).mean() < keep else (low, factor)
+        return (weights * high).clamp(self.floor, 1).float()
 
 # %% ../../nbs/layers/01_perforation.ipynb #2cf13bf9
 class TaskAdaptiveBudget(nn.Module):
@@ -264,12 +265,11 @@ class TaskAdaptiveBudget(nn.Module):
     def __init__(self, num_tasks: int, num_layers: int, num_heads: int, embedding_size: int = 16):
         super().__init__()
         self.num_layers, self.num_heads = num_layers, num_heads
-        self.embedding = nn.Embedding(num_tasks, embedding_size)
-        self.linear = nn.Linear(embedding_size, num_layers * num_heads, bias=False)
-        nn.init.zeros_(self.linear.weight)
+        self.tasks = nn.Parameter(torch.randn(num_tasks, embedding_size))
+        self.weight = nn.Parameter(torch.zeros(num_layers * num_heads, embedding_size))
 
     def forward(self, task: Tensor) -> Tensor:
-        shift = self.linear(self.embedding(task))
+        shift = F.linear(self.tasks[task], self.weight)
         return (shift - shift.mean(-1, keepdim=True)).unflatten(-1, (self.num_layers, self.num_heads)).transpose(0, 1)
 
 # %% ../../nbs/layers/01_perforation.ipynb #e1c42d2a
@@ -335,6 +335,6 @@ def gather_tokens(
     width = int((counts + any_gone).max()) if len(x) else 0
     place = torch.arange(width, device=x.device).expand(len(x), width)
     mask, is_fused = place < (counts + any_gone)[:, None], (place == counts[:, None]) & any_gone[:, None]
-    order = F.pad(chosen.logical_not().to(torch.uint8).argsort(dim=1, stable=True), (0, max(0, width - x.shape[1])))[:, :width]
+    order = chosen.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
     kept = torch.where(is_fused[..., None], fused[:, None], x.gather(1, order[..., None].expand(-1, -1, x.shape[-1])))
     return kept, mask, order.masked_fill(is_fused | ~mask, -1)

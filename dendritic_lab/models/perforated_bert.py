@@ -147,8 +147,8 @@ class PerforatedBertPreTrainedModel(BertPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, *args, config: PerforatedBertConfig | None = None, **kwargs):
-        """Load a perforated model, or a BERT, RoBERTa or ELECTRA checkpoint, of which every weight is used. Fields of the
-        configuration may be given by name. Raises `ValueError` for another kind of checkpoint."""
+        """Load a perforated model, a BERT checkpoint with its head, or the encoder of a RoBERTa or ELECTRA checkpoint, whose
+        heads have other shapes. Fields of the configuration may be given by name. Raises `ValueError` for another kind of checkpoint."""
         path = checkpoint_path(str(name_or_path))
         names = {*PerforatedBertConfig().to_dict(), "num_labels"} - {"dtype"}
         own = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
@@ -157,22 +157,24 @@ class PerforatedBertPreTrainedModel(BertPreTrainedModel):
         settings = source.to_dict() | own
         if source.model_type == "electra" and source.embedding_size != source.hidden_size: raise ValueError(f"an ELECTRA checkpoint needs embeddings as wide as its layers, got {source.embedding_size} and {source.hidden_size}")
         settings = {k: v for k, v in settings.items() if k not in ("model_type", "architectures", "transformers_version")}
-        if source.model_type == "roberta":
+        if source.model_type in ("roberta", "electra"):
             weights = AutoModel.from_pretrained(path).state_dict()
-            settings |= {"max_position_embeddings": source.max_position_embeddings - 2, "pad_token_id": source.pad_token_id}
-            weights["embeddings.position_embeddings.weight"] = weights["embeddings.position_embeddings.weight"][2:].clone()
+            if source.model_type == "roberta":
+                settings["max_position_embeddings"] = source.max_position_embeddings - 2
+                weights["embeddings.position_embeddings.weight"] = weights["embeddings.position_embeddings.weight"][2:].clone()
             prefix = "" if issubclass(cls, PerforatedBertModel) else "bert."
             return super().from_pretrained(None, *args, config=PerforatedBertConfig(**settings), state_dict={prefix + k: v for k, v in weights.items()}, **kwargs)
         return super().from_pretrained(path, *args, config=PerforatedBertConfig(**settings), **kwargs)
 
     def _init_weights(self, module: nn.Module):
-        "The additions start as their own constructors start them."
+        "Additions start with nothing left out of a head's or a task's own; their linear maps start as BERT's do."
         if isinstance(module, BlockImportanceScorer):
             nn.init.zeros_(module.distance); nn.init.ones_(module.head_gate)
         elif isinstance(module, TokenPerforation):
             nn.init.zeros_(module.mix); nn.init.constant_(module.threshold, -1.0)
         elif isinstance(module, SparsityController):
             for buffer in module.buffers(): nn.init.zeros_(buffer)
+        elif isinstance(module, TaskAdaptiveBudget): nn.init.normal_(module.tasks); nn.init.zeros_(module.weight)
         else: super()._init_weights(module)
 
     def set_sparsity(self, sparsity: float | None):
@@ -272,7 +274,7 @@ class PerforatedBertModel(PerforatedBertPreTrainedModel):
         if task is not None and self.budget is None: raise ValueError("this model has no budgets for tasks: its configuration's num_tasks is 0")
         share = None if config.head_shares is None else torch.tensor(config.head_shares[layer], device=lengths.device)
         count = None if config.keep_ratio is None else (lengths * config.keep_ratio ** ((layer + 1) / layers)).ceil().long()
-        return Knobs(config.sparsity, share, self.controller.offsets[layer], None if task is None else self.budget(task)[layer], count,
+        return Knobs(config.sparsity, share, self.controller.offsets[layer].clone(), None if task is None else self.budget(task)[layer], count,
                      config.keep_ratio != 1, self.training and self.soft_tokens, self.temperature, config.attention_backend)
 
 # %% ../../nbs/models/02_perforated_bert.ipynb #b01edc1f
@@ -383,15 +385,17 @@ class PerforatedEngine:
         too_long: str = "error",  # or "truncate"
         empty: str = "error",  # or "allow": a text without words gets the answer of its special tokens
         pack: bool = True,  # several short texts in a row
-        compile: bool = False,  # compile a graph for each length; on a GPU with CUDA graphs
+        compile: bool = False,  # compile a graph for each length, on a GPU with CUDA graphs; where tokens are dropped, graphs for any length
         progress: bool = True,
     ):
         if too_long not in ("error", "truncate"): raise ValueError(f"too_long must be 'error' or 'truncate', got {too_long!r}")
         if empty not in ("error", "allow"): raise ValueError(f"empty must be 'error' or 'allow', got {empty!r}")
+        if model.config.num_tasks: raise ValueError("this model has budgets for tasks, and the engine does not know the task of a text; call the model itself with `task`")
         if max_tokens < 1: raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         self.model, self.tokenizer, self.max_tokens, self.too_long, self.empty, self.pack, self.compiled, self.progress = model.eval(), tokenizer, max_tokens, too_long, empty, pack, compile, progress
         self.max_length, self.block = model.config.max_position_embeddings, model.config.block_size
-        self.run = torch.compile(model, dynamic=False, mode="reduce-overhead" if model.device.type == "cuda" else None) if compile else model
+        fixed = model.config.keep_ratio == 1  # else every layer has a length of its own
+        self.run = torch.compile(model, dynamic=not fixed, mode="reduce-overhead" if fixed and model.device.type == "cuda" else None) if compile else model
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> Tensor:  # (texts, num_labels) float32 on the CPU
@@ -401,8 +405,7 @@ class PerforatedEngine:
         packing = self.pack and self.model.config.keep_ratio == 1
         short = [i for i in range(len(ids)) if packing and len(ids[i]) <= self.block]
         with tqdm(total=len(ids), disable=not self.progress, desc="texts") as bar:
-            for texts in self.short_batches(ids, short):
-                rows = pack_rows([len(ids[i]) for i in texts], max(self.block, min(4 * self.block, self.max_tokens)))
+            for texts, rows in self.short_batches(ids, short):
                 states = packed_states(self.model.bert, [ids[i] for i in texts], rows)
                 logits[texts] = self.model.classifier(self.model.bert.pooler(states[:, None])).float().cpu()
                 bar.update(len(texts))
@@ -421,12 +424,13 @@ class PerforatedEngine:
         return ids
 
     def short_batches(self, ids: list[list[int]], chosen: list[int]):
-        "Texts of a packed micro-batch."
-        batch, total = [], 0
-        for i in chosen:
-            if batch and total + len(ids[i]) > self.max_tokens: yield batch; batch, total = [], 0
-            batch.append(i); total += len(ids[i])
-        if batch: yield batch
+        "Texts of a packed micro-batch, and its rows of places among them."
+        width = max(self.block, min(4 * self.block, self.max_tokens))
+        rows, count = pack_rows([len(ids[i]) for i in chosen], width), max(1, self.max_tokens // width)
+        for start in range(0, len(rows), count):
+            texts = [place for row in rows[start:start + count] for place in row]
+            new = {place: n for n, place in enumerate(texts)}
+            yield [chosen[place] for place in texts], [[new[place] for place in row] for row in rows[start:start + count]]
 
     def long_batches(self, ids: list[list[int]], chosen: list[int]):
         "Texts of a micro-batch, equally long up to a block."

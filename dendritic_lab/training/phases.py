@@ -84,7 +84,7 @@ def scorer_loss(model: PerforatedBertPreTrainedModel, batch: dict[str, Tensor]) 
     total = 0.0
     for layer, hidden, mask in seen:
         valid = valid_blocks(mask, layer.block_size)
-        logits = layer.scorer(hidden, mask) - layer.threshold(hidden, mask)[:, :, None, None]
+        logits = layer.scorer(hidden, mask)  # a threshold is the same for a whole row
         predicted = logits.masked_fill(~valid[:, None, None], -1e9).log_softmax(-1)
         rows = F.kl_div(predicted, block_attention(layer, hidden, mask), reduction="none").sum(-1)
         total = total + (rows * valid[:, None]).sum() / (valid.sum() * rows.shape[1]).clamp(min=1)
@@ -104,11 +104,12 @@ def distil_scorers(
 class PlainScorer(nn.Module):
     "Stands in for a layer's `BlockImportanceScorer`. Raises `ValueError` for an unknown kind."
 
-    def __init__(self, layer: PerforatedBertLayer, kind: str):  # oracle|means|random|band
+    def __init__(self, layer: PerforatedBertLayer, kind: str):  # oracle|means|own|random|band
         super().__init__()
-        if kind not in ("oracle", "means", "random", "band"): raise ValueError(f"kind must be oracle, means, random or band, got {kind!r}")
+        if kind not in ("oracle", "means", "own", "random", "band"): raise ValueError(f"kind must be oracle, means, own, random or band, got {kind!r}")
         self.num_heads, self.kind = layer.scorer.num_heads, kind
         self.of = [layer]  # in a list, so that the layer does not become a part of its own part
+        self.own = layer.scorer if kind == "own" else None
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:  # (batch, seq, hidden_size), (batch, seq) -> (batch, heads, blocks, blocks)
         layer, = self.of
@@ -116,12 +117,18 @@ class PlainScorer(nn.Module):
         if self.kind == "means":
             own = layer.attention.self
             q, k = (pool_blocks(f(hidden), mask, layer.block_size)[0].unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (own.query, own.key))
-            return (q @ k.transpose(-1, -2)).float()
+            return self.in_rows((q @ k.transpose(-1, -2) * own.scaling).float(), mask)
+        if self.kind == "own": return self.in_rows(self.own(hidden, mask), mask)
         blocks = -(-hidden.shape[1] // layer.block_size)
         shape = (len(hidden), self.num_heads, blocks, blocks)
         if self.kind == "random": return torch.rand(shape, device=hidden.device)
         place = torch.arange(blocks, device=hidden.device)
         return -(place[:, None] - place).abs().float().expand(shape)
+
+    def in_rows(self, logits: Tensor, mask: Tensor) -> Tensor:
+        "Each row as log-probabilities of the blocks of keys."
+        valid = valid_blocks(mask, self.of[0].block_size)
+        return logits.masked_fill(~valid[:, None, None], -torch.inf).log_softmax(-1).nan_to_num(neginf=-1e30)
 
 
 def replace_scorers(model: PerforatedBertPreTrainedModel, kind: str) -> PerforatedBertPreTrainedModel:  # the same model
@@ -158,7 +165,7 @@ def train_phase(
     checkpoint: str | Path | None = None,  # folder; the phase's name is added
     **settings,  # of `fit`
 ) -> Fit:
-    "Train one phase, with the sparsity held where the schedule says."
+    "Train one phase, with the sparsity held where the schedule says, noise included; a controller without gain holds nothing. `calibrate` sets thresholds for use."
     base, steps = model.base_model, max(1, round(phase.rise * phase.epochs * len(train)))
     layers = len(base.controller.targets)
     starts, ends = (list(s) if isinstance(s, Sequence) else [s] * layers for s in phase.sparsity)
@@ -175,7 +182,7 @@ def train_phase(
             for name, p in model.named_parameters(): p.requires_grad_(is_scorer(name) == (step % 2 == 1))
         out = wrapped(**batch, output_decisions=True)
         for i, d in enumerate(out.decisions):
-            if d.logits is not None: controller.update(i, d.logits.detach(), d.valid)
+            if d.logits is not None and controller.gain: controller.update(i, d.logits.detach(), d.valid, d.kept)
         controller.steps += 1
         scored = [(d.logits - controller.offsets[i], droppable_blocks(d.valid)) for i, d in enumerate(out.decisions) if d.logits is not None]
         return out.loss + controller.penalty([torch.sigmoid(logits)[up.expand_as(logits)] for logits, up in scored])
@@ -191,19 +198,17 @@ def train_phase(
 def calibrate(
     model: PerforatedBertPreTrainedModel,
     texts: DataLoader,  # labels are not used
-    passes: int = 3,  # over the texts
 ):
-    "Set the controller's offsets so that each layer leaves out its target share of the blocks of these texts. Changes nothing else."
+    "Set the controller's offsets so that each layer leaves out its target share of the blocks of these texts, in one pass over them a layer. Changes nothing else."
     controller, training = model.base_model.controller, model.training
     model.eval()
-    for _ in range(passes):
-        seen = [[] for _ in controller.offsets]
+    for layer in range(len(controller.offsets)):
+        seen = []
         for batch in texts:
             inputs = {k: v.to(model.device) for k, v in batch.items() if k != "labels"}
-            for i, d in enumerate(model(**inputs, output_decisions=True).decisions):
-                if d.logits is not None: seen[i].append((d.logits, d.valid))
-        for i, pairs in enumerate(seen):
-            if pairs: controller.settle(i, pairs)
+            decision = model(**inputs, output_decisions=True).decisions[layer]
+            if decision.logits is not None: seen.append((decision.logits, decision.valid))
+        if seen: controller.settle(layer, seen)
     model.train(training)
 
 
@@ -236,6 +241,7 @@ def perforate(
     lr: float = 1e-4,  # of weights
     scorer_lr: float = 1e-3,  # of what decides; 0 freezes it, and then it learns nothing from the dense model either
     warm_epochs: int = 1, scorer_epochs: int = 1, sparse_epochs: int = 1, hard_epochs: int = 1,  # of each phase; 0: without it
+    alternate: bool = False, layer_decay: float = 1.0,  # as in `Phase`
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None,  # figures to show after each epoch
     checkpoint: str | Path | None = None,  # folder for all phases
     **settings,  # of `fit`
@@ -247,8 +253,8 @@ def perforate(
     if warm_epochs: fits["dense"] = fit(model, train, evaluate=evaluate, epochs=warm_epochs, lr=lr, checkpoint=where("dense"), **{"description": "dense", **settings})
     if scorer_epochs and scorer_lr: fits["scorers"] = distil_scorers(model, train, epochs=scorer_epochs, lr=scorer_lr, checkpoint=where("scorers"), **settings)
     model.set_sparsity(None); model.set_keep_ratio(keep_ratio)
-    for phase in (Phase("sparse", sparse_epochs, lr, scorer_lr, sparsity=(0.1, sparsity)),
-                  Phase("hard", hard_epochs, lr, scorer_lr, sparsity=(sparsity, sparsity), temperature=(0.1, 0.1), soft_tokens=False)):
+    for phase in (Phase("sparse", sparse_epochs, lr, scorer_lr, alternate, (0.1, sparsity), layer_decay=layer_decay),
+                  Phase("hard", hard_epochs, lr, scorer_lr, sparsity=(sparsity, sparsity), temperature=(0.1, 0.1), soft_tokens=False, layer_decay=layer_decay)):
         if phase.epochs: fits[phase.name] = train_phase(model, train, phase, evaluate, checkpoint, **settings)
     if fits.keys() & {"sparse", "hard"} and model.base_model.controller.gain: calibrate(model, train)
     return fits
