@@ -156,7 +156,7 @@ class Phase:
         if self.alternate and 0 in (self.lr, self.scorer_lr): raise ValueError(f"phase {self.name!r} alternates, so neither lr nor scorer_lr may be 0")
         if not 0 < self.rise <= 1: raise ValueError(f"rise must be above 0 and at most 1, got {self.rise}")
 
-
+# %% ../../nbs/training/03_phases.ipynb #5c864254
 def train_phase(
     model: PerforatedBertPreTrainedModel,  # its knobs say what is learned: sparsity None and keep_ratio as it will be used
     train: DataLoader,
@@ -193,7 +193,7 @@ def train_phase(
         figures = evaluate and (lambda m: {**evaluate(m), "steps": float(base.controller.steps)})
         return fit(model, train, loss=loss, evaluate=figures, monitor="steps", epochs=phase.epochs, lr=phase.lr, learning_rates=rates, checkpoint=where, **{"description": phase.name, **settings})
 
-
+# %% ../../nbs/training/03_phases.ipynb #50ffd917
 @torch.no_grad()
 def calibrate(
     model: PerforatedBertPreTrainedModel,
