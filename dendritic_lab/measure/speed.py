@@ -13,13 +13,14 @@ import resource
 import statistics
 import sys
 import time
+import timeit
 from contextlib import suppress
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.utils.benchmark import Timer
+from torch.utils.benchmark import Timer, timer
 
 # %% ../../nbs/measure/01_speed.ipynb #72b930de
 @dataclass(frozen=True)
@@ -41,19 +42,19 @@ def compare_latency(
     min_seconds: float = 0.02,  # each of a pair is repeated for at least this long
     threads: int | None = None,  # torch's threads; None: as set now
 ) -> Comparison:
-    "Time two functions in turn with `torch.utils.benchmark`, which warms up and waits for a GPU."
+    "Time two functions in turn with torch's benchmark clock, which waits for a GPU. Three calls of each come first to warm up."
     if rounds < 3: raise ValueError(f"rounds must be at least 3, got {rounds}")
-    threads = threads or torch.get_num_threads()
-    timers = [Timer("f()", globals={"f": f}, num_threads=threads) for f in (function, baseline)]
-    repeats = []
-    for timer in timers:
-        once = timer.timeit(2).median   # also the warm-up
-        repeats.append(max(1, round(min_seconds / max(once, 1e-7))))
+    before, threads = torch.get_num_threads(), threads or torch.get_num_threads()
+    clocks = [timeit.Timer(f, timer=timer) for f in (function, baseline)]
     pairs = []
-    for i in range(rounds):
-        order = (0, 1) if i % 2 == 0 else (1, 0)  # neither side always comes first
-        times = {side: timers[side].timeit(repeats[side]).median for side in order}
-        pairs.append((times[0], times[1]))
+    try:
+        torch.set_num_threads(threads)
+        repeats = [max(1, round(min_seconds / max(min(clock.repeat(3, 1)), 1e-7))) for clock in clocks]
+        for i in range(rounds):
+            order = (0, 1) if i % 2 == 0 else (1, 0)  # neither side always comes first
+            times = {side: clocks[side].timeit(repeats[side]) / repeats[side] for side in order}
+            pairs.append((times[0], times[1]))
+    finally: torch.set_num_threads(before)
     ratios = [a / b for a, b in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return Comparison(statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs), middle, low, high, rounds, threads)
