@@ -13,6 +13,7 @@ import os
 import platform
 import secrets
 import subprocess
+import sysconfig
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import yaml
 
-from .experiments import Experiment, UsageError
+from .experiments import Experiment, UsageError, project_root
 from .record import MetricsError, read_metrics
 from .report import write_html
 
@@ -195,8 +196,12 @@ def _execute(run: Run, root: Path, on_cell: Callable[[int, int], None]) -> Path:
 
 # %% ../../nbs/lab/03_runs.ipynb #92c511cd
 def forget_paths(notebook: Path):
-    "Keep only the file names of the paths in papermill's metadata."
+    "Keep only the file names of the paths in papermill's metadata, and of printed lines what follows the folder of installed packages or of the checkout."
     content = json.loads(notebook.read_text(encoding="utf-8"))
     noted = content["metadata"].get("papermill", {})
     for key in {"input_path", "output_path"} & noted.keys(): noted[key] = Path(noted[key]).name
+    for output in (o for cell in content["cells"] for o in cell.get("outputs", []) if o["output_type"] == "stream"):
+        lines = [output["text"]] if isinstance(output["text"], str) else output["text"]
+        for folder in (sysconfig.get_path("purelib"), str(project_root())): lines = [line.replace(f"{folder}/", "") for line in lines]
+        output["text"] = lines
     notebook.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
