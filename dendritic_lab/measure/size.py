@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ParamCount', 'count_params', 'count_flops', 'file_size']
 
-# %% ../../nbs/measure/00_size.ipynb #9aecc14a
+# %% ../../nbs/measure/00_size.ipynb #f83786db
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-# %% ../../nbs/measure/00_size.ipynb #fee77a1c
+# %% ../../nbs/measure/00_size.ipynb #ed4a96b2
 @dataclass(frozen=True)
 class ParamCount:
     "Numbers of parameters; tensors that are shared count once."
@@ -27,7 +27,7 @@ class ParamCount:
     @property
     def non_embedding(self) -> int: return self.total - self.embedding
 
-# %% ../../nbs/measure/00_size.ipynb #d644fc32
+# %% ../../nbs/measure/00_size.ipynb #8f7f898f
 def count_params(model: nn.Module) -> ParamCount:
     "Count the parameters of `model`. A table that doubles as an output layer is an embedding."
     unique = {id(p): p for p in model.parameters()}
@@ -37,7 +37,13 @@ def count_params(model: nn.Module) -> ParamCount:
         trainable=sum(p.numel() for p in unique.values() if p.requires_grad),
         embedding=sum(p.numel() for i, p in unique.items() if i in tables))
 
-# %% ../../nbs/measure/00_size.ipynb #ab24ab32
+# %% ../../nbs/measure/00_size.ipynb #97a70f4e
+def _products(into, a, b, *args, **kwargs):  # shapes: a (batch, rows, inner), b (batch, inner, columns)
+    return 2 * a[0] * a[1] * a[2] * b[2]
+
+_batched_products = {torch.ops.aten.addbmm: _products, torch.ops.aten.baddbmm_: _products}  # PyTorch's counter has no formula for these
+
+
 @torch.no_grad()
 def count_flops(model: nn.Module, **inputs) -> int:
     """Operations of one forward pass in eval mode, two to a multiply-accumulate; matrix products, convolutions and attention only.
@@ -46,11 +52,11 @@ def count_flops(model: nn.Module, **inputs) -> int:
     """
     was_training = model.training
     model.eval()
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter: model(**inputs)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=_batched_products) as counter: model(**inputs)
     model.train(was_training)
     return counter.get_total_flops()
 
-# %% ../../nbs/measure/00_size.ipynb #aeb3abc7
+# %% ../../nbs/measure/00_size.ipynb #7d0e55f9
 def file_size(model: nn.Module) -> int:
     "Bytes of the model's weights as a safetensors file."
     with tempfile.TemporaryDirectory() as folder:
