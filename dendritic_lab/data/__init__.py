@@ -1,4 +1,5 @@
 """Data sets and checkpoints from a local folder, the hub or Python packages."""
 
 from .benchmarks import BENCHMARKS, available, hold_out_sentences, load
+from .language import DOMAINS
 from .sources import DataError, checkpoint_path, fetch
