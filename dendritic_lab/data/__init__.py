@@ -2,4 +2,5 @@
 
 from .benchmarks import BENCHMARKS, available, hold_out_sentences, load
 from .language import DOMAINS
+from .questions import QUESTIONS
 from .sources import DataError, checkpoint_path, fetch
