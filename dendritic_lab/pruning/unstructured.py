@@ -5,7 +5,7 @@ __all__ = ['prunable_weights', 'magnitude_scores', 'random_scores', 'wanda_score
            'ActiveWeights', 'Sparsity', 'active_weights', 'sparsity', 'HeldMasks', 'hold_masks', 'CubicSchedule',
            'prune_gradually', 'save_masks', 'load_masks']
 
-# %% ../../nbs/pruning/00_unstructured.ipynb #21f44efe
+# %% ../../nbs/pruning/00_unstructured.ipynb #81b0e726
 import math
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -18,16 +18,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# %% ../../nbs/pruning/00_unstructured.ipynb #9a305bc2
+from ..layers.grouped import GroupedConvolution, GroupedLinear
+from ..models.dendritic_lm import Neurons
+
+# %% ../../nbs/pruning/00_unstructured.ipynb #4e687ab2
 def prunable_weights(
     model: nn.Module,
     output_layer: bool = False,  # also the layer that a transformers model names as its output embeddings, tied or not
 ) -> dict[str, nn.Parameter]:
-    "Weights of linear and convolutional layers by parameter name, without embedding tables."
+    "Weights of `nn.Linear`, `GroupedLinear` and `GroupedConvolution` by parameter name, without embedding tables."
     head = getattr(model, "get_output_embeddings", lambda: None)()
     head = None if head is None else id(head.weight)
     out = _embedding_tables(model) - {head} if output_layer else _embedding_tables(model) | {head}
-    maps = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))}
+    maps = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Linear, GroupedLinear, GroupedConvolution))}
     return {name: p for name, p in model.named_parameters() if id(p) in maps - out}
 
 
@@ -45,7 +48,7 @@ def random_scores(model: nn.Module, seed: int = 0, output_layer: bool = False) -
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.rand(p.shape, generator=generator).to(p.device) for name, p in prunable_weights(model, output_layer).items()}
 
-# %% ../../nbs/pruning/00_unstructured.ipynb #5890b78e
+# %% ../../nbs/pruning/00_unstructured.ipynb #eaa477d5
 @torch.no_grad()
 def wanda_scores(
     model: nn.Module,
@@ -57,16 +60,15 @@ def wanda_scores(
     names = {id(p): name for name, p in weights.items()}
     squares, tokens = {}, None
 
-    def see(module, inputs):
-        name, x = names[id(module.weight)], inputs[0].detach().float()
-        if isinstance(module, nn.Linear):
-            if tokens is not None and x.shape[:-1] == tokens.shape: x = x[tokens]
-            seen = x.flatten(0, -2).pow(2).sum(0)
-        else: seen = x.transpose(0, 1).flatten(1).pow(2).sum(1)  # (batch, channels, ...) -> (channels,)
-        squares[name] = squares.get(name, 0) + seen
+    def see(layer, x):
+        if (name := names.get(id(layer.weight))) is None: return
+        x = x.detach().float()
+        x = x.flatten(0, -2)[None] if isinstance(layer, nn.Linear) else x.flatten(1, -2)  # (groups, positions, in)
+        if tokens is not None and x.shape[1] == tokens.numel(): x = x[:, tokens.flatten()]
+        squares[name] = squares.get(name, 0) + x.pow(2).sum(1)  # (groups, in)
 
-    layers = [m for m in model.modules() if id(getattr(m, "weight", None)) in names]
-    handles = [m.register_forward_pre_hook(see) for m in layers]
+    handles = [m.register_forward_pre_hook(lambda m, inputs: see(m, inputs[0])) for m in model.modules() if isinstance(m, (nn.Linear, GroupedLinear, GroupedConvolution))]
+    handles += [m.register_forward_hook(lambda m, inputs, out: see(m.projection, out[0])) for m in model.modules() if isinstance(m, Neurons) and m.projection is not None]  # which the layer applies
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     try:
@@ -78,15 +80,9 @@ def wanda_scores(
         for handle in handles: handle.remove()
         model.train(was_training)
     if missing := [n for n in weights if n not in squares]: raise ValueError(f"the calibration batches did not reach {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "") + ": expected at least one batch that runs the whole model")
-    groups = {names[id(m.weight)]: getattr(m, "groups", 1) for m in layers}
-    return {n: p.abs() * _as_inputs_of(squares[n].sqrt(), p, groups[n]) for n, p in weights.items()}
+    return {n: p.abs() * squares[n].sqrt().view(-1, *[1] * (p.ndim - 2), p.shape[-1]) for n, p in weights.items()}
 
-
-def _as_inputs_of(norms: Tensor, weight: Tensor, groups: int) -> Tensor:  # (in,), (out, in/groups, ...) -> broadcastable to weight
-    per_row = norms.view(groups, -1).repeat_interleave(weight.shape[0] // groups, 0)
-    return per_row.view(*per_row.shape, *[1] * (weight.ndim - 2))
-
-# %% ../../nbs/pruning/00_unstructured.ipynb #14e3389a
+# %% ../../nbs/pruning/00_unstructured.ipynb #40b2f7bd
 def make_masks(
     scores: dict[str, Tensor],  # by parameter name
     sparsity: float,  # share to leave out, 0 to 1
@@ -99,7 +95,7 @@ def make_masks(
     for name, s in scores.items():
         if s.isnan().any(): raise ValueError(f"the scores of {name} contain NaN")
     if scope == "layer": return {name: _keep(s.reshape(-1), sparsity).view_as(s) for name, s in scores.items()}
-    if scope == "row": return {name: _keep_in_rows(s.flatten(1), sparsity).view_as(s) for name, s in scores.items()}
+    if scope == "row": return {name: _keep_in_rows(s, sparsity) for name, s in scores.items()}
     kept = _keep(torch.cat([s.reshape(-1) for s in scores.values()]), sparsity).split([s.numel() for s in scores.values()])
     return {name: part.view_as(s) for (name, s), part in zip(scores.items(), kept)}
 
@@ -118,11 +114,11 @@ def _keep(scores: Tensor, share: float) -> Tensor:  # (n,) -> (n,) bool
     return ~out
 
 
-def _keep_in_rows(scores: Tensor, share: float) -> Tensor:  # (rows, n) -> (rows, n) bool
-    lowest = scores.argsort(dim=1, stable=True)[:, :round(share * scores.shape[1])]
-    return torch.ones_like(scores, dtype=torch.bool).scatter_(1, lowest, False)
+def _keep_in_rows(scores: Tensor, share: float) -> Tensor:  # (..., n) -> (..., n) bool
+    lowest = scores.argsort(dim=-1, stable=True)[..., :round(share * scores.shape[-1])]
+    return torch.ones_like(scores, dtype=torch.bool).scatter_(-1, lowest, False)
 
-# %% ../../nbs/pruning/00_unstructured.ipynb #21224dd0
+# %% ../../nbs/pruning/00_unstructured.ipynb #7c3a924b
 def check_masks(model: nn.Module, masks: dict[str, Tensor]):
     "Raise `TypeError` for a mask that is not bool and `ValueError` for one that fits no parameter of `model`."
     parameters = dict(model.named_parameters())
@@ -139,7 +135,7 @@ def apply_masks(model: nn.Module, masks: dict[str, Tensor]):
     parameters = dict(model.named_parameters())
     for name, mask in masks.items(): parameters[name].masked_fill_(~mask.to(parameters[name].device), 0)
 
-# %% ../../nbs/pruning/00_unstructured.ipynb #f1401c45
+# %% ../../nbs/pruning/00_unstructured.ipynb #a9384372
 @dataclass(frozen=True)
 class ActiveWeights:
     "Weights that are not pruned, counted three ways; shared ones once."
@@ -180,7 +176,7 @@ def _count(model: nn.Module, output_layer: bool, zeros: dict[int, int]) -> Activ
     prunable = [id(p) for p in prunable_weights(model, output_layer).values()]
     return ActiveWeights(sum(left[i] for i in prunable), sum(left.values()), sum(n for i, n in left.items() if i not in tables))
 
-# %% ../../nbs/pruning/00_unstructured.ipynb #43804e9f
+# %% ../../nbs/pruning/00_unstructured.ipynb #438e0a85
 class HeldMasks(nn.Module):
     "Masks and the number of steps taken, as buffers of the model that is trained."
 
@@ -202,7 +198,7 @@ class HeldMasks(nn.Module):
         if not saved: raise ValueError("these weights were trained without masks")
         if saved.keys() != own.keys() or not same("plan") or self.fixed and not all(same(n) for n in own if n != "step"): raise ValueError("these weights were trained under other masks or another schedule")
 
-# %% ../../nbs/pruning/00_unstructured.ipynb #c67a9f43
+# %% ../../nbs/pruning/00_unstructured.ipynb #a4094c03
 @contextmanager
 def hold_masks(model: nn.Module, masks: dict[str, Tensor]):
     "Keep the masked weights at exactly 0 while `model` is trained in this context. Yields `HeldMasks`. Raises as `check_masks` does."
@@ -233,7 +229,7 @@ def _held(model: nn.Module, masks: dict[str, Tensor], plan: Tensor, update: Call
         for handle in handles: handle.remove()
         del model.held_masks
 
-# %% ../../nbs/pruning/00_unstructured.ipynb #61639dd3
+# %% ../../nbs/pruning/00_unstructured.ipynb #d064800e
 @dataclass(frozen=True)
 class CubicSchedule:
     "Sparsity after each step. Source: Zhu & Gupta 2018, eq. 1."
@@ -254,7 +250,7 @@ class CubicSchedule:
 
     def due(self, step: int) -> bool: return step == self.end or self.begin <= step < self.end and (step - self.begin) % self.every == 0
 
-# %% ../../nbs/pruning/00_unstructured.ipynb #0ca6cdb0
+# %% ../../nbs/pruning/00_unstructured.ipynb #2fb3d7f7
 @contextmanager
 def prune_gradually(
     model: nn.Module,
@@ -274,7 +270,7 @@ def prune_gradually(
         yield held
         if held.step < schedule.end: raise RuntimeError(f"the weights are of step {int(held.step)} and {schedule(int(held.step)):.1%} sparse, the schedule reaches {schedule.final:.1%} at step {schedule.end}: train for more steps, or leave `evaluate` to a second fit under hold_masks")
 
-# %% ../../nbs/pruning/00_unstructured.ipynb #569c7d30
+# %% ../../nbs/pruning/00_unstructured.ipynb #0782d061
 def save_masks(masks: dict[str, Tensor], folder: str | Path):
     "Write masks as `masks.safetensors` into `folder`, which is made where it is missing."
     Path(folder).mkdir(parents=True, exist_ok=True)
