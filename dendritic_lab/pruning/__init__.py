@@ -1,0 +1,1 @@
+"""Pruning of single weights and of whole units."""
