@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['Interval', 'bootstrap_interval', 'McNemar', 'mcnemar']
 
-# %% ../../nbs/measure/02_statistics.ipynb #26008aa9
+# %% ../../nbs/measure/02_statistics.ipynb #f35c83a5
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
 
-# %% ../../nbs/measure/02_statistics.ipynb #a1aad2ff
+# %% ../../nbs/measure/02_statistics.ipynb #db9df381
 @dataclass(frozen=True)
 class Interval:
     "A mean over seeds with its confidence interval."
@@ -22,11 +22,14 @@ class Interval:
     confidence: float
     values: tuple[float, ...]
 
-    def __str__(self) -> str:
-        if len(self.values) == 1: return f"{self.mean:.2f} (one seed)"
-        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
+    def __format__(self, spec: str) -> str:
+        "`f'{interval:+.3f}'`: mean and interval in this format; two decimals without one."
+        mean, low, high = (format(x, spec or ".2f") for x in (self.mean, self.low, self.high))
+        return f"{mean} (one seed)" if len(self.values) == 1 else f"{mean} [{low}, {high}]"
 
-# %% ../../nbs/measure/02_statistics.ipynb #5db62c62
+    def __str__(self) -> str: return format(self)
+
+# %% ../../nbs/measure/02_statistics.ipynb #ebfc679e
 def bootstrap_interval(
     values: Sequence[float],  # one a seed
     confidence: float = 0.95,
@@ -44,7 +47,7 @@ def bootstrap_interval(
     widen = (x.size / (x.size - 1)) ** 0.5 * stats.t.ppf(upper, x.size - 1) / stats.norm.ppf(upper)
     return Interval(mean, float(mean + widen * (low - mean)), float(mean + widen * (high - mean)), confidence, tuple(x.tolist()))
 
-# %% ../../nbs/measure/02_statistics.ipynb #59a8a6a5
+# %% ../../nbs/measure/02_statistics.ipynb #06f71dfa
 @dataclass(frozen=True)
 class McNemar:
     "Disagreements of two classifiers and the exact two-sided p-value of both being equally good."
