@@ -1,6 +1,5 @@
 """lm-evaluation-harness, started as a user starts it, gives the figures of our own scoring: two local tasks, no network."""
 
-import importlib.util
 import json
 import os
 import random
@@ -14,6 +13,7 @@ import yaml
 
 from dendritic_lab.data.language import text_tokenizer
 from dendritic_lab.data.questions import score
+from dendritic_lab.models.dendritic_lm import DendriticLMConfig, DendriticLMForCausalLM
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
 COMMAND = [sys.executable, "-c", "from dendritic_lab.lab.lm_eval import main; main()"]
@@ -41,21 +41,12 @@ def sums(count: int, choices: int, seed: int) -> list[dict]:
     return rows
 
 
-def small_model(vocabulary: int):
-    "A dendritic language model; a GPT-NeoX where the library has none."
-    if importlib.util.find_spec("dendritic_lab.models.dendritic_lm"):
-        from dendritic_lab.models.dendritic_lm import DendriticLMConfig, DendriticLMForCausalLM
-        return DendriticLMForCausalLM(DendriticLMConfig.preset("ablation-a", vocab_size=vocabulary))
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-    return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=vocabulary, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_position_embeddings=128))
-
-
 def test_the_harness_and_our_scoring_agree(tmp_path):
     tasks, folder = {"two_choices": sums(12, 2, seed=0), "four_choices": sums(14, 4, seed=1)}, tmp_path / "model"
     for name, rows in tasks.items(): task(tmp_path, name, rows)
     tokenizer = text_tokenizer("characters")
     torch.manual_seed(0)
-    model = small_model(len(tokenizer)).eval()
+    model = DendriticLMForCausalLM(DendriticLMConfig.preset("ablation-a", vocab_size=len(tokenizer))).eval()
     with torch.no_grad():  # a new model is nearly uniform, and rounding would decide
         for p in model.parameters(): p.add_(torch.randn_like(p) * 0.2)
     model.save_pretrained(folder)

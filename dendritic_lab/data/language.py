@@ -6,8 +6,7 @@
 __all__ = ['SHAKESPEARE', 'NOT_CODE', 'EXERCISES', 'EACH_EXERCISE', 'DOMAINS', 'TEXT', 'END', 'CHARACTERS', 'NEOX_SHA256',
            'split_documents', 'embedded_literature', 'embedded_code', 'table_runs', 'embedded_data', 'embedded_math',
            'articles', 'local_wikitext2', 'hub_wikitext2', 'local_tinyshakespeare', 'neox_file', 'train_bpe',
-           'first_characters', 'embedded_bpe', 'character_json', 'text_tokenizer', 'Tokens', 'tokenize', 'blocks',
-           'token_loss']
+           'first_characters', 'embedded_bpe', 'character_json', 'text_tokenizer', 'Tokens', 'tokenize', 'blocks']
 
 # %% ../../nbs/data/03_language.ipynb #15fb90af
 import hashlib
@@ -261,23 +260,3 @@ def blocks(
 
     def collate(rows: list[int]) -> dict: return {"input_ids": inputs[rows], "labels": labels[rows]}
     return DataLoader(range(len(inputs)), batch_size, shuffle=shuffle, collate_fn=collate)
-
-# %% ../../nbs/data/03_language.ipynb #6a5fa09c
-def token_loss(model, loader) -> dict[str, float]:  # of `blocks`
-    "Mean negative log-likelihood a predicted token (nats), its perplexity, and how many were predicted; in eval mode, without gradients."
-    import math
-
-    import torch
-    training, device = model.training, next(model.parameters()).device
-    total = count = 0
-    model.eval()
-    try:
-        with torch.inference_mode():
-            for batch in loader:
-                targets = batch["labels"][:, 1:].to(device)
-                logits = model(input_ids=batch["input_ids"].to(device)).logits[:, :-1]
-                total += torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum").item()
-                count += (targets != -100).sum().item()
-    finally: model.train(training)
-    mean = total / count
-    return {"loss": mean, "perplexity": math.exp(mean) if mean < 700 else math.inf, "tokens": count}

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TABLES', 'stage_notebooks', 'claims_page', 'experiments_page', 'stage', 'newest_run', 'with_interval', 'dsn_table',
-           'perforated_table', 'ratios_table', 'between', 'update_readme']
+           'perforated_table', 'dendritic_lm_table', 'ratios_table', 'between', 'update_readme']
 
-# %% ../../nbs/lab/07_site.ipynb #36ae04a8
+# %% ../../nbs/lab/07_site.ipynb #bfe9faf6
 import json
 import os
 import re
@@ -18,7 +18,7 @@ from .experiments import find_experiments, project_root
 from .record import read_metrics
 from .report import render_math
 
-# %% ../../nbs/lab/07_site.ipynb #c11978de
+# %% ../../nbs/lab/07_site.ipynb #e4e81f79
 def stage_notebooks(root: Path, docs: Path) -> list[Path]:
     "Write processed copies of all library notebooks under `docs/library`; returns them."
     os.environ.setdefault("IN_TEST", "1")
@@ -40,7 +40,7 @@ def stage_notebooks(root: Path, docs: Path) -> list[Path]:
         staged.append(target)
     return staged
 
-# %% ../../nbs/lab/07_site.ipynb #28aef193
+# %% ../../nbs/lab/07_site.ipynb #181e45e8
 def claims_page(verdicts: list[Verdict]) -> str:
     "The table of claims as a page."
     counts = {s: sum(v.status == s for v in verdicts) for s in ("reproduced", "not reproduced", "inconsistent", "not run")}
@@ -54,7 +54,7 @@ def claims_page(verdicts: list[Verdict]) -> str:
         lines.append("| " + " | ".join(str(c).replace("|", "\\|") for c in (f"`{v.claim['id']}`", claimed, v.status, v.measured, note)) + " |")
     return "\n".join(lines) + "\n"
 
-# %% ../../nbs/lab/07_site.ipynb #9a32b8f3
+# %% ../../nbs/lab/07_site.ipynb #9cf8bf84
 def experiments_page(root: Path, docs: Path) -> str:
     "A page that lists every experiment and its reference reports, which are copied beside it."
     lines = ["---", "title: Experiments", "---", "", "Each experiment is a notebook that takes parameters. These are the runs that this site cites.", ""]
@@ -72,7 +72,7 @@ def experiments_page(root: Path, docs: Path) -> str:
         lines.append("")
     return "\n".join(lines)
 
-# %% ../../nbs/lab/07_site.ipynb #2f53fee5
+# %% ../../nbs/lab/07_site.ipynb #c3f8a78a
 def stage(root: Path | None = None) -> Path:
     "Fill `docs/` anew and return it."
     root = root or project_root()
@@ -86,7 +86,7 @@ def stage(root: Path | None = None) -> Path:
     (docs / "log.qmd").write_text(f"---\ntitle: Log\n---\n{log}", encoding="utf-8")
     return docs
 
-# %% ../../nbs/lab/07_site.ipynb #44adf432
+# %% ../../nbs/lab/07_site.ipynb #00050461
 def newest_run(root: Path, experiment: str) -> tuple[Path, dict, dict] | None:
     "Folder, metrics by name and environment of an experiment's newest reference run."
     runs = [r for r in reference_runs(root) if r.parent.name == experiment]
@@ -100,7 +100,7 @@ def with_interval(metric: dict, digits: int = 1) -> str:
     spread = f" [{metric['interval'][0]:.{digits}f}, {metric['interval'][1]:.{digits}f}]" if metric["interval"] else ""
     return f"{metric['value']:.{digits}f}{spread}"
 
-# %% ../../nbs/lab/07_site.ipynb #7890007e
+# %% ../../nbs/lab/07_site.ipynb #711b8f54
 def dsn_table(root: Path) -> str:
     "The DSN experiment's main figures, as Markdown."
     found = newest_run(root, "dsn")
@@ -116,7 +116,7 @@ def dsn_table(root: Path) -> str:
             f"{hardware['cpu']}, {hardware['cores']} cores. Run `{run.relative_to(root)}`.")
     return "\n".join([*rows, "", note])
 
-# %% ../../nbs/lab/07_site.ipynb #3f0f7c74
+# %% ../../nbs/lab/07_site.ipynb #503ae02c
 def perforated_table(root: Path) -> str:
     "Accuracy and time of perforated BERT on long documents at every setting of its knobs, as Markdown."
     found = newest_run(root, "perforated_long")
@@ -133,7 +133,23 @@ def perforated_table(root: Path) -> str:
     return "\n".join([*rows, "", f"Accuracy: {metrics['dense.accuracy']['setting']}; {len(metrics['dense.accuracy']['values'])} seeds, 95 % intervals over seeds. Time: a model shaped as BERT-base over the same model dense with fused attention, "
                       f"one text, medians and quartiles; {hardware['cpu']}, {hardware['cores']} cores. Run `{run.relative_to(root)}`."])
 
-# %% ../../nbs/lab/07_site.ipynb #2808397a
+# %% ../../nbs/lab/07_site.ipynb #e02b7c56
+def dendritic_lm_table(root: Path) -> str:
+    "Losses of both models after pruning by magnitude with recovery, as Markdown."
+    found = newest_run(root, "dendritic_lm_pruning")
+    if not found: return "No reference run yet."
+    run, metrics, environment = found
+    shares = [m[1] for name in metrics if (m := re.fullmatch(r"dendritic\.magnitude\.recovered\.(\d+)\.loss", name))]
+    gone = lambda share: " / ".join(f"{metrics[f'{kind}.gone.{share}.all']['value']:.0f}" for kind in ("dendritic", "control"))
+    rows = ["| pruned, % of prunable weights | % of all weights | loss, dendritic | loss, GPT-NeoX | difference | its loss rises more by |", "|---|---|---|---|---|---|",
+            f"| 0 | 0 | {with_interval(metrics['dendritic.whole.loss'], 3)} | {with_interval(metrics['control.whole.loss'], 3)} | {with_interval(metrics['difference.whole.loss'], 3)} | |"]
+    rows += [f"| {share} | {gone(share)} | " + " | ".join(with_interval(metrics[name], 3) for name in (f"dendritic.magnitude.recovered.{share}.loss", f"control.magnitude.recovered.{share}.loss",
+             f"difference.pruned.{share}.loss", f"difference.magnitude.recovered.{share}.rise")) + " |" for share in shares]
+    whole, hardware = metrics["dendritic.whole.loss"], environment["hardware"]
+    return "\n".join([*rows, "", f"Test loss in nats a token; {whole['setting']}; {metrics['dendritic.core_params']['value']:,.0f} and {metrics['control.core_params']['value']:,.0f} parameters outside of embeddings and head; pruned by magnitude over the whole model, then trained on. "
+                      f"{len(whole['values'])} seeds, 95 % intervals over seeds; {hardware['cpu']}, {hardware['cores']} cores. Run `{run.relative_to(root)}`."])
+
+# %% ../../nbs/lab/07_site.ipynb #7d564185
 def ratios_table(root: Path) -> str:
     "Times of the attention kernels over dense attention's from the newest reference runs, one table for each device, as Markdown."
     tables = {}
@@ -151,8 +167,8 @@ def ratios_table(root: Path) -> str:
                                                           "| direction | tokens | backend | 50 % dropped | 75 % | 90 % |", "|---|---|---|---|---|---|", *rows]
     return "\n\n".join("\n".join(lines) for lines in tables.values()) or "Not measured yet."
 
-# %% ../../nbs/lab/07_site.ipynb #e24478ed
-TABLES = {"dsn": ("README.md", dsn_table), "perforated": ("README.md", perforated_table), "kernels": ("kernels/README.md", ratios_table)}
+# %% ../../nbs/lab/07_site.ipynb #e4061c75
+TABLES = {"dsn": ("README.md", dsn_table), "perforated": ("README.md", perforated_table), "dendritic_lm": ("README.md", dendritic_lm_table), "kernels": ("kernels/README.md", ratios_table)}
 
 
 def between(name: str, text: str) -> tuple[str, str, str]:
