@@ -270,7 +270,7 @@ def prune_gradually(
         yield held
         if held.step < schedule.end: raise RuntimeError(f"the weights are of step {int(held.step)} and {schedule(int(held.step)):.1%} sparse, the schedule reaches {schedule.final:.1%} at step {schedule.end}: train for more steps, or leave `evaluate` to a second fit under hold_masks")
 
-# %% ../../nbs/pruning/00_unstructured.ipynb #0782d061
+# %% ../../nbs/pruning/00_unstructured.ipynb #49253628
 def save_masks(masks: dict[str, Tensor], folder: str | Path):
     "Write masks as `masks.safetensors` into `folder`, which is made where it is missing."
     Path(folder).mkdir(parents=True, exist_ok=True)
