@@ -4,7 +4,7 @@
 __all__ = ['Unit', 'Part', 'Site', 'unit_sites', 'list_units', 'taylor_unit_scores', 'magnitude_unit_scores',
            'random_unit_scores', 'weakest_units', 'check_units', 'unit_masks', 'mask_units', 'shrink']
 
-# %% ../../nbs/pruning/01_structured.ipynb #1493c163
+# %% ../../nbs/pruning/01_structured.ipynb #b7ec9c7e
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..models.dendritic_lm import DendriticLMConfig, DendriticLMForCausalLM, DendriticLMModel, DendriticLMPreTrainedModel
+from ..models.dendritic_lm import DendriticLMConfig, DendriticLMPreTrainedModel
 from ..models.narrow_transformers import (
-    NarrowBertConfig, NarrowBertForMaskedLM, NarrowBertForSequenceClassification, NarrowBertModel, NarrowGPTNeoXConfig, NarrowGPTNeoXForCausalLM,
-    NarrowGPTNeoXForSequenceClassification, NarrowGPTNeoXModel)
+    NarrowBertForMaskedLM, NarrowBertForSequenceClassification, NarrowBertModel, NarrowGPTNeoXForCausalLM, NarrowGPTNeoXForSequenceClassification, NarrowGPTNeoXModel)
 from .unstructured import apply_masks
 
 from transformers import (

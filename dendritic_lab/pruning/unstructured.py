@@ -198,7 +198,7 @@ class HeldMasks(nn.Module):
         if not saved: raise ValueError("these weights were trained without masks")
         if saved.keys() != own.keys() or not same("plan") or self.fixed and not all(same(n) for n in own if n != "step"): raise ValueError("these weights were trained under other masks or another schedule")
 
-# %% ../../nbs/pruning/00_unstructured.ipynb #a4094c03
+# %% ../../nbs/pruning/00_unstructured.ipynb #9a9ae17b
 @contextmanager
 def hold_masks(model: nn.Module, masks: dict[str, Tensor]):
     "Keep the masked weights at exactly 0 while `model` is trained in this context. Yields `HeldMasks`. Raises as `check_masks` does."
@@ -220,7 +220,7 @@ def _held(model: nn.Module, masks: dict[str, Tensor], plan: Tensor, update: Call
 
     first = next((parameters[name] for name in masks if parameters[name].requires_grad), None)
     handles = [register_optimizer_step_post_hook(after_step), model.register_load_state_dict_pre_hook(held.refuse_others)]
-    handles += [parameters[n].register_hook(lambda grad, n=n: grad * held.masks[n]) for n in masks if parameters[n].requires_grad]
+    handles += [parameters[n].register_hook(lambda grad, n=n: grad * held.get_buffer(n.replace(".", "/"))) for n in masks if parameters[n].requires_grad]
     model.held_masks = held
     try:
         yield held
@@ -270,7 +270,7 @@ def prune_gradually(
         yield held
         if held.step < schedule.end: raise RuntimeError(f"the weights are of step {int(held.step)} and {schedule(int(held.step)):.1%} sparse, the schedule reaches {schedule.final:.1%} at step {schedule.end}: train for more steps, or leave `evaluate` to a second fit under hold_masks")
 
-# %% ../../nbs/pruning/00_unstructured.ipynb #0782d061
+# %% ../../nbs/pruning/00_unstructured.ipynb #49253628
 def save_masks(masks: dict[str, Tensor], folder: str | Path):
     "Write masks as `masks.safetensors` into `folder`, which is made where it is missing."
     Path(folder).mkdir(parents=True, exist_ok=True)
