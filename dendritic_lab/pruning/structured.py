@@ -2,9 +2,10 @@
 
 # %% auto #0
 __all__ = ['Unit', 'Part', 'Site', 'unit_sites', 'list_units', 'taylor_unit_scores', 'magnitude_unit_scores',
-           'random_unit_scores', 'weakest_units', 'check_units', 'unit_masks', 'mask_units', 'shrink']
+           'random_unit_scores', 'weakest_units', 'check_units', 'unit_masks', 'mask_units', 'units_for_sparsity',
+           'shrink']
 
-# %% ../../nbs/pruning/01_structured.ipynb #b7ec9c7e
+# %% ../../nbs/pruning/01_structured.ipynb #93133317
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from ..models.dendritic_lm import DendriticLMConfig, DendriticLMPreTrainedModel
 from ..models.narrow_transformers import (
     NarrowBertForMaskedLM, NarrowBertForSequenceClassification, NarrowBertModel, NarrowGPTNeoXForCausalLM, NarrowGPTNeoXForSequenceClassification, NarrowGPTNeoXModel)
-from .unstructured import apply_masks
+from .unstructured import apply_masks, prunable_weights
 
 from transformers import (
     BertForMaskedLM, BertForSequenceClassification, BertModel, BertPreTrainedModel, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, GPTNeoXModel,
@@ -223,7 +224,25 @@ def mask_units(model: nn.Module, units: Iterable[Unit]):
     "Set all weights of these units to 0, in place: their outputs are 0, shapes stay. Raises as `check_units` does."
     apply_masks(model, unit_masks(model, units))
 
-# %% ../../nbs/pruning/01_structured.ipynb #b6bbc467
+# %% ../../nbs/pruning/01_structured.ipynb #85943c0f
+def units_for_sparsity(
+    model: nn.Module,
+    scores: dict[Unit, float],
+    sparsity: float,  # share of the prunable weights that is to go, 0 to 1
+    scope: str = "global",  # as for `weakest_units`
+) -> list[Unit]:
+    "The weakest units, the same share of each kind, that make up `sparsity` or, as units are whole, a little more. Raises `ValueError` when all of them are less."
+    if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)) or not 0 <= sparsity <= 1: raise ValueError(f"sparsity must be a number from 0 to 1, got {sparsity!r}")
+    weights = prunable_weights(model)
+    gone = lambda share: sum(int((~mask).sum()) for name, mask in unit_masks(model, weakest_units(scores, share, scope)).items() if name in weights) / sum(p.numel() for p in weights.values())
+    if gone(1.0) < sparsity: raise ValueError(f"all these units are {gone(1.0):.1%} of the prunable weights, less than {sparsity:.1%}")
+    low, high = 0.0, 1.0
+    while sparsity and high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if gone(middle) >= sparsity else (middle, high)
+    return weakest_units(scores, high if sparsity else 0.0, scope)
+
+# %% ../../nbs/pruning/01_structured.ipynb #9d801307
 def shrink(model: PreTrainedModel, units: Iterable[Unit]) -> PreTrainedModel:
     "A smaller copy of `model` without these units, whose outputs are those of the masked model. Raises as `check_units` does, and `TypeError` for a model class without a narrow one."
     new = _cut(model, check_units(model, units))
@@ -262,7 +281,7 @@ def _settings(config) -> dict:
     own = ("model_type", "architectures", "transformers_version", "dtype", "kept_heads", "kept_intermediate")
     return {k: v for k, v in config.to_dict().items() if k not in own}
 
-# %% ../../nbs/pruning/01_structured.ipynb #2a785e5d
+# %% ../../nbs/pruning/01_structured.ipynb #4d2d37f2
 @_cut.register
 def _(model: DendriticLMPreTrainedModel, units: set[Unit]) -> PreTrainedModel:
     config, base = model.config, "" if model.base_model is model else "model."
