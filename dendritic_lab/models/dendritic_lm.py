@@ -197,14 +197,14 @@ class Neurons(nn.Module):
             if (module := getattr(self, name)) is not None: out |= {f"{name}.{k}": by_neuron(p) for k, p in module.named_parameters()}
         return out
 
-# %% ../../nbs/models/05_dendritic_lm.ipynb #fc4c5ea7
+# %% ../../nbs/models/05_dendritic_lm.ipynb #e584ab25
 class DendriticLayer(GradientCheckpointingLayer):
     "`x + sum_i softmax(w)_i P_i(neuron_i(LN(x)))`, neurons of one shape together. A layer without neurons passes `x` through."
     def __init__(self, config: DendriticLMConfig, index: int):
         super().__init__()
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         shapes = list(zip(config.branches[index], config.branch_size[index], config.soma_size[index]))
         self.members = [[i for i, s in enumerate(shapes) if s == shape] for shape in dict.fromkeys(shapes)]  # which neurons of the configuration a group has
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if shapes else None
         self.groups = nn.ModuleList(Neurons(config, len(members), *shapes[members[0]]) for members in self.members)
         self.in_residual = config.mixing == "residual"
         self.weights = nn.Parameter(torch.zeros(len(shapes))) if config.mixing == "softmax" and shapes else None
@@ -215,6 +215,7 @@ class DendriticLayer(GradientCheckpointingLayer):
         mask: Tensor | None,
         *memories: Memory,  # one for each group; none: nothing is remembered
     ) -> tuple[Tensor, tuple[Memory, ...]]:
+        if self.norm is None: return x, ()
         h, after = self.norm(x), []
         flat = x.flatten(0, 1)
         for members, group, memory in zip(self.members, self.groups, memories or [(None,) * 4] * len(self.groups)):

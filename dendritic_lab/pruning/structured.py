@@ -281,7 +281,7 @@ def _settings(config) -> dict:
     own = ("model_type", "architectures", "transformers_version", "dtype", "kept_heads", "kept_intermediate")
     return {k: v for k, v in config.to_dict().items() if k not in own}
 
-# %% ../../nbs/pruning/01_structured.ipynb #4d2d37f2
+# %% ../../nbs/pruning/01_structured.ipynb #59b5462f
 @_cut.register
 def _(model: DendriticLMPreTrainedModel, units: set[Unit]) -> PreTrainedModel:
     config, base = model.config, "" if model.base_model is model else "model."
@@ -296,7 +296,8 @@ def _(model: DendriticLMPreTrainedModel, units: set[Unit]) -> PreTrainedModel:
             left[-1].append(_take(group, at, kept, layer.weights.softmax(0)[m] if fold else 1.0))
             for name, size in (("branches", len(kept["branch"])), ("branch_size", group.branch_size), ("soma_size", len(kept["soma"]))): shapes[name][-1].append(size)
     new = type(model)(DendriticLMConfig(**_settings(config) | shapes | ({"mixing": "projection"} if fold else {}), attn_implementation=config._attn_implementation))
-    state = {k: v for k, v in model.state_dict().items() if ".groups." not in k and not (fold and k.endswith(".weights"))}
+    kept = new.state_dict().keys()  # a layer without neurons has no norm, and folded weights are gone
+    state = {k: v for k, v in model.state_dict().items() if k in kept and ".groups." not in k}
     for i, layer in enumerate(new.base_model.layers):
         for g, (members, group) in enumerate(zip(layer.members, layer.groups)):
             for name, (p, _) in group.parts().items(): state[f"{base}layers.{i}.groups.{g}.{name}"] = torch.stack([left[i][m][name] for m in members], _dims(name)["neuron"][0]).reshape(p.shape)
