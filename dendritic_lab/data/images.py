@@ -9,9 +9,8 @@ __all__ = ['MEAN', 'STD', 'decode_images', 'normalise', 'restore', 'shift_and_fl
 # %% ../../nbs/data/05_images.ipynb #f9e5876d
 from .sources import DataError
 
-# %% ../../nbs/data/05_images.ipynb #9c1db8d5
+# %% ../../nbs/data/05_images.ipynb #a8b583cf
 import io
-import random
 from collections.abc import Callable, Iterable
 
 import numpy as np

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['parameter_groups', 'DivergenceError', 'Fit', 'Settings', 'fit', 'predict', 'accuracy', 'distillation_loss']
 
-# %% ../../nbs/training/02_loop.ipynb #f03e4b09
+# %% ../../nbs/training/02_loop.ipynb #0e201508
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ from transformers import get_scheduler
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .progress import Progress
 
-# %% ../../nbs/training/02_loop.ipynb #dc07db9c
+# %% ../../nbs/training/02_loop.ipynb #8d2c29fe
 def parameter_groups(model: nn.Module, lr: float, learning_rates: dict[str, float], weight_decay: float) -> list[dict]:
     "Optimizer groups by learning rate and decay. Raises `ValueError` for a name that begins no parameter's."
     names = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -40,11 +40,11 @@ def parameter_groups(model: nn.Module, lr: float, learning_rates: dict[str, floa
         groups.setdefault((rate, decay), []).append(p)
     return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
 
-# %% ../../nbs/training/02_loop.ipynb #504040f8
+# %% ../../nbs/training/02_loop.ipynb #433a4576
 class DivergenceError(RuntimeError):
     "The loss became NaN or infinite."
 
-# %% ../../nbs/training/02_loop.ipynb #28713e47
+# %% ../../nbs/training/02_loop.ipynb #b53e325f
 @dataclass
 class Fit:
     "What a training run did."
@@ -55,7 +55,7 @@ class Fit:
     @property
     def seconds(self) -> float: return sum(row["seconds"] for row in self.history)
 
-# %% ../../nbs/training/02_loop.ipynb #5fca3146
+# %% ../../nbs/training/02_loop.ipynb #ccf7426a
 @dataclass(frozen=True)
 class Settings:
     "How to train. The founding documents' AdamW with linear decay is the default."
@@ -71,6 +71,7 @@ class Settings:
     patience: int | None = None  # epochs without a better score before stopping; None: never
     monitor: str = "accuracy"  # figure of the evaluation that decides; needed only with `evaluate`
     maximize: bool = True
+    average: float | None = None  # decay of an average of the weights over steps, which is then what is evaluated and kept; None: the weights themselves
     seed: int = 0
 
     def __post_init__(self):
@@ -82,16 +83,18 @@ class Settings:
         for name, value in rates.items():
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0): raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
         if self.clip is not None and not self.clip > 0: raise ValueError(f"clip must be above 0 or None, got {self.clip}")
+        if self.average is not None and not 0 < self.average < 1: raise ValueError(f"average must be above 0 and below 1 or None, got {self.average}")
         if self.warmup > 1: raise ValueError(f"warmup is a share of all steps, at most 1, got {self.warmup}")
         if self.precision not in ("no", "bf16", "fp16"): raise ValueError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
 
-# %% ../../nbs/training/02_loop.ipynb #6648ecd6
+# %% ../../nbs/training/02_loop.ipynb #3a38d211
 def fit(
     model: nn.Module,  # trained in place
     train: DataLoader,  # of dictionaries; each is passed as `model(**batch)`
     *,
     loss: Callable[[nn.Module, dict], Tensor] | None = None,  # (model, batch) -> scalar; None: `model(**batch).loss`
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None,  # figures of a model in eval mode, on validation data
+    before_epoch: Callable[[nn.Module, int], None] | None = None,  # called with the model and the number of epochs done, for schedules by epoch
     checkpoint: str | Path | None = None,  # folder to write after each epoch and to resume from
     trackers: Iterable[str] = (),  # accelerate's: "tensorboard", "wandb", "trackio", ...
     tracker_dir: str | Path = ".",  # where file-based trackers write
@@ -109,20 +112,23 @@ def fit(
     optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, settings.learning_rates, settings.weight_decay), fused=True)
     steps = settings.epochs * math.ceil(len(train) / settings.accumulation)
     scheduler = get_scheduler(settings.schedule, optimizer, round(settings.warmup * steps), steps)
+    average = None if settings.average is None else _average(model, settings.average)
     model, optimizer, train, scheduler = accelerator.prepare(model, optimizer, train, scheduler)
-    run = _Run(accelerator, model, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None)
+    run = _Run(accelerator, model, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None, average and average.to(accelerator.device))
     try:
         run.resume()
         with Progress(settings.epochs * len(train), description) as bar:
             bar.step(run.epoch * len(train))
-            while run.epoch < settings.epochs and not run.patience_spent(): run.one_epoch(train, loss, evaluate, bar)
+            while run.epoch < settings.epochs and not run.patience_spent():
+                if before_epoch is not None: before_epoch(run.bare, run.epoch)
+                run.one_epoch(train, loss, evaluate, bar)
         run.restore_best()
     finally:
         accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
         accelerator.end_training()
     return run.fit
 
-# %% ../../nbs/training/02_loop.ipynb #010db7e6
+# %% ../../nbs/training/02_loop.ipynb #15f01cce
 def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str | Path, cpu: bool) -> Accelerator:
     known = [str(getattr(t, "value", t)) for t in get_available_trackers()]
     for tracker in trackers:
@@ -134,15 +140,18 @@ def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str
     if trackers: accelerator.init_trackers("dendritic_lab", config=plain)
     return accelerator
 
-# %% ../../nbs/training/02_loop.ipynb #a5501fef
+# %% ../../nbs/training/02_loop.ipynb #b634ed0f
 class _Run:
-    def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None):
+    def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None, average: nn.Module | None):
         self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
-        self.settings, self.batches, self.checkpoint = settings, batches, checkpoint
+        self.settings, self.batches, self.checkpoint, self.average = settings, batches, checkpoint, average
         self.fit, self.epoch, self.step, self.best = Fit(), 0, 0, None
 
     @property
     def bare(self) -> nn.Module: return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def judged(self) -> nn.Module: return self.bare if self.average is None else self.average.module.eval()
 
     def one_epoch(self, train, loss, evaluate, bar: Progress):
         "Train on every batch once, evaluate, remember the best weights, save."
@@ -156,7 +165,7 @@ class _Run:
         row = {"epoch": self.epoch, "step": self.step, "loss": total / batches, "lr": self.scheduler.get_last_lr()[0]}
         if evaluate is not None:
             self.model.eval()
-            with torch.no_grad(): figures = evaluate(self.bare)
+            with torch.no_grad(): figures = evaluate(self.judged)
             self.keep_if_best(figures)
             bar.show(**{self.settings.monitor: figures[self.settings.monitor]})
             row |= {f"validation_{k}" if k in row or k == "seconds" else k: v for k, v in figures.items()}
@@ -176,6 +185,7 @@ class _Run:
                 if self.settings.precision != "fp16": self.check_finite(norm.item(), "norm of the gradient")  # fp16's loss scaling skips such steps itself
                 self.step += 1
             self.optimizer.step()
+            if self.average is not None and self.accelerator.sync_gradients: self.average.update(self.bare)
             self.scheduler.step()
             self.optimizer.zero_grad()
         return number
@@ -191,7 +201,7 @@ class _Run:
         if not math.isfinite(score): raise ValueError(f"evaluate gave {self.settings.monitor} = {score} after epoch {self.epoch}")
         if self.fit.best_score is None or sign * score > sign * self.fit.best_score:
             self.fit.best_epoch, self.fit.best_score = self.epoch, score
-            self.best = {k: v.detach().cpu().clone() for k, v in self.bare.state_dict().items()}
+            self.best = {k: v.detach().cpu().clone() for k, v in self.judged.state_dict().items()}
 
     def patience_spent(self) -> bool:
         return self.settings.patience is not None and self.best is not None and self.epoch - self.fit.best_epoch >= self.settings.patience
@@ -200,12 +210,15 @@ class _Run:
         if self.checkpoint is None or not self.accelerator.is_main_process: return
         state = {"settings": vars(self.settings), "batches": self.batches, "epoch": self.epoch, "step": self.step, "fit": vars(self.fit), "scheduler": _plain(self.scheduler.state_dict()),
                  "loss_scale": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()}
-        save_checkpoint(self.checkpoint, self.bare, self.best, self.optimizer.optimizer, state)
+        average = {} if self.average is None else {f"average/{k}": v for k, v in self.average.module.state_dict().items()}
+        save_checkpoint(self.checkpoint, self.bare, {**(self.best or {}), **average} or None, self.optimizer.optimizer, state)
 
     def resume(self):
         "Go on from the checkpoint, where there is one."
         if self.checkpoint is None or not (self.checkpoint.exists() or self.checkpoint.with_name(self.checkpoint.name + ".old").exists()): return
-        state, self.best = load_checkpoint(self.checkpoint, self.bare, self.optimizer.optimizer, self.check_state)
+        state, kept = load_checkpoint(self.checkpoint, self.bare, self.optimizer.optimizer, self.check_state)
+        if self.average is not None: self.average.module.load_state_dict({k.removeprefix("average/"): v for k, v in kept.items() if k.startswith("average/")})
+        self.best = {k: v for k, v in (kept or {}).items() if not k.startswith("average/")} or None
         self.epoch, self.step, self.fit = state["epoch"], state["step"], Fit(**state["fit"])
         self.scheduler.load_state_dict(state["scheduler"])
         if state["loss_scale"]: self.accelerator.scaler.load_state_dict(state["loss_scale"])
@@ -217,8 +230,14 @@ class _Run:
         if differing: raise CheckpointError(f"the checkpoint {self.checkpoint} was made with other settings ({', '.join(differing)}); delete it or restore them")
 
     def restore_best(self):
-        if self.best is not None: self.bare.load_state_dict(self.best)
-        else: self.fit.best_epoch = self.epoch
+        if self.best is None: self.fit.best_epoch = self.epoch
+        if self.best is not None or self.average is not None: self.bare.load_state_dict(self.judged.state_dict() if self.best is None else self.best)
+
+
+def _average(model: nn.Module, decay: float) -> nn.Module:
+    "timm's running mean of a model's weights, in its `module`."
+    from timm.utils import ModelEmaV3
+    return ModelEmaV3(model, decay)
 
 
 def _seed_epoch(train: DataLoader, seed: int, epoch: int):
@@ -230,7 +249,7 @@ def _seed_epoch(train: DataLoader, seed: int, epoch: int):
 
 def _plain(state: dict) -> dict: return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list))}
 
-# %% ../../nbs/training/02_loop.ipynb #d9955176
+# %% ../../nbs/training/02_loop.ipynb #91688db9
 @torch.no_grad()
 def predict(
     model: nn.Module,
@@ -239,7 +258,7 @@ def predict(
     "Logits of every row, with the model in eval mode for the time being."
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
-    logits = [model(**{k: v.to(device) for k, v in b.items() if k in ("input_ids", "attention_mask", "token_type_ids", "task")}).logits.float().cpu() for b in batches]
+    logits = [model(**{k: v.to(device) for k, v in b.items() if k in ("input_ids", "attention_mask", "token_type_ids", "task", "pixel_values")}).logits.float().cpu() for b in batches]
     model.train(was_training)
     return torch.cat(logits)
 
@@ -250,7 +269,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:  # (rows, num_labels), (r
     if logits.ndim != 2 or not len(logits) or labels.shape != logits.shape[:1]: raise ValueError(f"expected logits (rows, classes) and labels (rows,), got {tuple(logits.shape)} and {tuple(labels.shape)}")
     return (logits.argmax(-1) == labels).float().mean().item()
 
-# %% ../../nbs/training/02_loop.ipynb #c76e2fdf
+# %% ../../nbs/training/02_loop.ipynb #1254f02f
 def distillation_loss(
     logits: Tensor,  # (batch, classes) of the student
     teacher_logits: Tensor,  # (batch, classes)
