@@ -229,7 +229,7 @@ def merged_places(place: Tensor, went: Tensor, tokens: int) -> Tensor:  # (batch
     moved = torch.zeros_like(many).scatter_add(1, went, place)
     return torch.where(many == 1, moved, -1)
 
-# %% ../../nbs/models/07_liquid_vit.ipynb #6583f0e0
+# %% ../../nbs/models/07_liquid_vit.ipynb #96f1e9ee
 class LiquidViT(nn.Module):
     """`(pixel_values, labels)` -> `LiquidViTOutput`. Names of the plain ViT's parameters are timm's.
 
@@ -256,13 +256,13 @@ class LiquidViT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        "timm's initialisation of the plain ViT. The gates keep their own."
-        nn.init.normal_(self.cls_token, std=1e-6)
+        "Xavier's uniform initialisation, as in the ViT paper's code. The gates keep their own."
+        nn.init.normal_(self.cls_token, std=0.02)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for part in (self.blocks, self.head, self.scorers):
             for m in part.modules():
                 if not isinstance(m, nn.Linear): continue
-                nn.init.trunc_normal_(m.weight, std=0.02)
+                for weight in m.weight.chunk(3 if m.out_features == 3 * m.in_features else 1): nn.init.xavier_uniform_(weight)  # queries, keys and values apart
                 if m.bias is not None: nn.init.zeros_(m.bias)
 
     def embed(self, pixels: Tensor) -> Tensor:  # (batch, channels, size, size) -> (batch, 1 + patches, width)
