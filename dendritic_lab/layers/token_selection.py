@@ -70,28 +70,31 @@ def keep_ratio_loss(
     kept, total = mask[:, 1:].sum(), mask[:, 1:].numel() if there is None else there[:, 1:].sum().clamp(min=1)
     return (kept / total - keep_ratio).square()
 
-# %% ../../nbs/layers/06_token_selection.ipynb #c8ee842a
+# %% ../../nbs/layers/06_token_selection.ipynb #98251406
 def top_k_places(logits: Tensor, count: int) -> Tensor:  # (batch, tokens), CLS first -> (batch, 1 + count) places, CLS first
     "Places of CLS and of the `count` largest of the other logits, best first."
     best = logits[:, 1:].topk(count, dim=1).indices + 1
     return torch.cat([torch.zeros_like(best[:, :1]), best], 1)
 
 
-def take(x: Tensor, places: Tensor) -> Tensor:  # (batch, tokens, ...), (batch, kept) -> (batch, kept, ...)
-    "Rows of each input, copied whole."
-    batch, tokens = x.shape[:2]
-    if not places.numel(): return x.new_empty(*places.shape, *x.shape[2:])
-    rows = (places + tokens * torch.arange(batch, device=x.device)[:, None]).flatten()
-    return x.flatten(0, 1).index_select(0, rows).unflatten(0, places.shape)
+def take(
+    places: Tensor,  # (batch, kept)
+    *parts: Tensor,  # each (batch, tokens, ...)
+) -> list[Tensor]:  # each (batch, kept, ...)
+    "Tokens of each input, copied as whole rows."
+    batch, tokens = parts[0].shape[:2]
+    if not places.numel(): return [x.new_empty(*places.shape, *x.shape[2:]) for x in parts]
+    rows = (places + tokens * torch.arange(batch, device=places.device)[:, None]).flatten()
+    return [x.flatten(0, 1).index_select(0, rows).view(*places.shape, *x.shape[2:]) for x in parts]
 
 
 def fuse(
-    x: Tensor,  # (batch, tokens, dim) or (batch, tokens)
     weights: Tensor,  # (batch, tokens) at least 0
-) -> Tensor:  # (batch, 1, dim) or (batch, 1)
-    "Weighted mean of the tokens of each input; 0 where all weights are 0."
-    share = (weights / weights.sum(1, keepdim=True).clamp(min=1e-12)).to(x)
-    return share[:, None] @ x if x.ndim == 3 else (share * x).sum(1, keepdim=True)
+    *parts: Tensor,  # each (batch, tokens, dim) or (batch, tokens)
+) -> list[Tensor]:  # each (batch, 1, dim) or (batch, 1)
+    "Weighted means of the tokens of each input; 0 where all weights are 0."
+    share = (weights / weights.sum(1, keepdim=True).clamp(min=1e-12)).to(parts[0])
+    return [share[:, None] @ x if x.ndim == 3 else (share * x).sum(1, keepdim=True) for x in parts]
 
 # %% ../../nbs/layers/06_token_selection.ipynb #956aa207
 def mask_places(mask: Tensor) -> tuple[Tensor, Tensor]:  # (batch, tokens) bool, CLS kept -> (batch, widest) places, (batch, widest) bool

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REDUCTIONS', 'LiquidViTConfig', 'Attention', 'weighted_attention', 'Block', 'PatchEmbed', 'ConvStem', 'Tokens',
-           'Decision', 'LiquidViTOutput', 'mask_tokens', 'gather_tokens', 'merged_places', 'LiquidViT', 'anneal',
-           'learning_rates', 'operations']
+           'Decision', 'LiquidViTOutput', 'mask_tokens', 'with_fused', 'gather_tokens', 'merged_places', 'LiquidViT',
+           'anneal', 'learning_rates', 'operations']
 
 # %% ../../nbs/models/07_liquid_vit.ipynb #deb5ef64
 from ..layers.cfc import CfCGate, time_span
@@ -148,7 +148,7 @@ class ConvStem(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor: return self.proj(pixels).flatten(2).transpose(1, 2)
 
-# %% ../../nbs/models/07_liquid_vit.ipynb #e8daac64
+# %% ../../nbs/models/07_liquid_vit.ipynb #1fe63e3f
 @dataclass
 class Tokens:
     "A batch of token sequences on their way through the model."
@@ -165,8 +165,9 @@ class Tokens:
         if self.importance is None or self.there is None: return self.there if self.importance is None else self.importance
         return self.importance * self.there
 
-    def per_token(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in ("x", "importance", "state", "place") if getattr(self, name) is not None}
+    def parts(self) -> dict[str, Tensor]:
+        "What each token has, but its place."
+        return {name: getattr(self, name) for name in ("x", "importance", "state") if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class LiquidViTOutput:
     loss: Tensor | None = None
     decisions: tuple[Decision, ...] = ()
 
-# %% ../../nbs/models/07_liquid_vit.ipynb #63188b64
+# %% ../../nbs/models/07_liquid_vit.ipynb #33c390b8
 def mask_tokens(
     t: Tokens,
     keep: Tensor,  # (batch, tokens) 0 to 1, with a gradient
@@ -196,9 +197,14 @@ def mask_tokens(
     there = keep if t.there is None else t.there * keep
     if importance is None: return replace(t, there=there, rest=rest)
     gone = importance * (1 - keep if t.there is None else t.there * (1 - keep))
-    parts = {name: torch.cat([part, torch.full_like(part[:, :1], -1) if name == "place" else fuse(part, gone)], 1) for name, part in t.per_token().items()}
+    parts = {name: torch.cat(pair, 1) for name, *pair in zip(t.parts(), t.parts().values(), fuse(gone, *t.parts().values()))}
     any_gone = (gone.detach().sum(1, keepdim=True) > 0).to(there)
-    return replace(t, **parts, there=torch.cat([there, any_gone], 1), rest=rest)
+    return replace(t, **parts, place=with_fused(t.place), there=torch.cat([there, any_gone], 1), rest=rest)
+
+
+def with_fused(place: Tensor | None) -> Tensor | None:
+    "The places of tokens that a fused one has joined."
+    return None if place is None else torch.cat([place, torch.full_like(place[:, :1], -1)], 1)
 
 
 def gather_tokens(
@@ -209,13 +215,14 @@ def gather_tokens(
     real: Tensor | None = None,  # (batch, kept) bool, where inputs keep different numbers; None: all
 ) -> Tokens:
     "Copy the tokens that stay, and fuse the others."
-    taken = {name: take(part, places) for name, part in t.per_token().items()}
-    if importance is None: return replace(t, **taken, rest=rest)
+    parts, place = t.parts(), None if t.place is None else take(places, t.place)[0]
+    taken = take(places, *parts.values())
+    if importance is None: return replace(t, **dict(zip(parts, taken)), place=place, rest=rest)
     if t.there is not None: importance = importance * t.there
     gone = importance.scatter(1, places, 0.0) if real is None else importance * _outside(places, real, importance)
-    parts = {name: torch.cat([part, torch.full_like(part[:, :1], -1) if name == "place" else fuse(getattr(t, name), gone)], 1) for name, part in taken.items()}
+    joined = {name: torch.cat(pair, 1) for name, *pair in zip(parts, taken, fuse(gone, *parts.values()))}
     there = None if real is None else torch.cat([real, gone.sum(1, keepdim=True) > 0], 1).to(t.x.dtype)
-    return replace(t, **parts, there=there, rest=rest)
+    return replace(t, **joined, place=with_fused(place), there=there, rest=rest)
 
 
 def _outside(places: Tensor, real: Tensor, like: Tensor) -> Tensor:
