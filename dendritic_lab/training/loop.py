@@ -56,7 +56,7 @@ class Fit:
     @property
     def seconds(self) -> float: return sum(row["seconds"] for row in self.history)
 
-# %% ../../nbs/training/02_loop.ipynb #9f34ac01
+# %% ../../nbs/training/02_loop.ipynb #ccf7426a
 @dataclass(frozen=True)
 class Settings:
     "How to train. The founding documents' AdamW with linear decay is the default."
@@ -72,6 +72,7 @@ class Settings:
     patience: int | None = None  # epochs without a better score before stopping; None: never
     monitor: str = "accuracy"  # figure of the evaluation that decides; needed only with `evaluate`
     maximize: bool = True
+    average: float | None = None  # decay of an average of the weights over steps, which is then what is evaluated and kept; None: the weights themselves
     seed: int = 0
 
     def __post_init__(self):
@@ -83,16 +84,18 @@ class Settings:
         for name, value in rates.items():
             if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0): raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
         if self.clip is not None and not self.clip > 0: raise ValueError(f"clip must be above 0 or None, got {self.clip}")
+        if self.average is not None and not 0 < self.average < 1: raise ValueError(f"average must be above 0 and below 1 or None, got {self.average}")
         if self.warmup > 1: raise ValueError(f"warmup is a share of all steps, at most 1, got {self.warmup}")
         if self.precision not in ("no", "bf16", "fp16"): raise ValueError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
 
-# %% ../../nbs/training/02_loop.ipynb #f661b32c
+# %% ../../nbs/training/02_loop.ipynb #3a38d211
 def fit(
     model: nn.Module,  # trained in place
     train: DataLoader,  # of dictionaries; each is passed as `model(**batch)`
     *,
     loss: Callable[[nn.Module, dict], Tensor] | None = None,  # (model, batch) -> scalar; None: `model(**batch).loss`
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None,  # figures of a model in eval mode, on validation data
+    before_epoch: Callable[[nn.Module, int], None] | None = None,  # called with the model and the number of epochs done, for schedules by epoch
     checkpoint: str | Path | None = None,  # folder to write after each epoch and to resume from
     trackers: Iterable[str] = (),  # accelerate's: "tensorboard", "wandb", "trackio", ...
     tracker_dir: str | Path = ".",  # where file-based trackers write
@@ -110,13 +113,16 @@ def fit(
     optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, settings.learning_rates, settings.weight_decay), fused=True)
     steps = settings.epochs * math.ceil(len(train) / settings.accumulation)
     scheduler = get_scheduler(settings.schedule, optimizer, round(settings.warmup * steps), steps)
+    average = None if settings.average is None else _average(model, settings.average)
     model, optimizer, train, scheduler = accelerator.prepare(model, optimizer, train, scheduler)
-    run = _Run(accelerator, model, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None)
+    run = _Run(accelerator, model, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None, average and average.to(accelerator.device))
     try:
         run.resume()
         with Progress(settings.epochs * len(train), description) as bar:
             bar.step(run.epoch * len(train))
-            while run.epoch < settings.epochs and not run.patience_spent(): run.one_epoch(train, loss, evaluate, bar)
+            while run.epoch < settings.epochs and not run.patience_spent():
+                if before_epoch is not None: before_epoch(run.bare, run.epoch)
+                run.one_epoch(train, loss, evaluate, bar)
         run.restore_best()
     finally:
         accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
@@ -135,15 +141,18 @@ def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str
     if trackers: accelerator.init_trackers("dendritic_lab", config=plain)
     return accelerator
 
-# %% ../../nbs/training/02_loop.ipynb #b8d2f188
+# %% ../../nbs/training/02_loop.ipynb #b634ed0f
 class _Run:
-    def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None):
+    def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None, average: nn.Module | None):
         self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
-        self.settings, self.batches, self.checkpoint = settings, batches, checkpoint
+        self.settings, self.batches, self.checkpoint, self.average = settings, batches, checkpoint, average
         self.fit, self.epoch, self.step, self.best = Fit(), 0, 0, None
 
     @property
     def bare(self) -> nn.Module: return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def judged(self) -> nn.Module: return self.bare if self.average is None else self.average.module.eval()
 
     def one_epoch(self, train, loss, evaluate, bar: Progress):
         "Train on every batch once, evaluate, remember the best weights, save."
@@ -157,7 +166,7 @@ class _Run:
         row = {"epoch": self.epoch, "step": self.step, "loss": total / batches, "lr": self.scheduler.get_last_lr()[0]}
         if evaluate is not None:
             self.model.eval()
-            with torch.no_grad(): figures = evaluate(self.bare)
+            with torch.no_grad(): figures = evaluate(self.judged)
             self.keep_if_best(figures)
             bar.show(**{self.settings.monitor: figures[self.settings.monitor]})
             row |= {f"validation_{k}" if k in row or k == "seconds" else k: v for k, v in figures.items()}
@@ -177,6 +186,7 @@ class _Run:
                 if self.settings.precision != "fp16": self.check_finite(norm.item(), "norm of the gradient")  # fp16's loss scaling skips such steps itself
                 self.step += 1
             self.optimizer.step()
+            if self.average is not None and self.accelerator.sync_gradients: self.average.update(self.bare)
             self.scheduler.step()
             self.optimizer.zero_grad()
         return number
@@ -192,7 +202,7 @@ class _Run:
         if not math.isfinite(score): raise ValueError(f"evaluate gave {self.settings.monitor} = {score} after epoch {self.epoch}")
         if self.fit.best_score is None or sign * score > sign * self.fit.best_score:
             self.fit.best_epoch, self.fit.best_score = self.epoch, score
-            self.best = {k: v.detach().cpu().clone() for k, v in self.bare.state_dict().items()}
+            self.best = {k: v.detach().cpu().clone() for k, v in self.judged.state_dict().items()}
 
     def patience_spent(self) -> bool:
         return self.settings.patience is not None and self.best is not None and self.epoch - self.fit.best_epoch >= self.settings.patience
@@ -201,12 +211,15 @@ class _Run:
         if self.checkpoint is None or not self.accelerator.is_main_process: return
         state = {"settings": vars(self.settings), "batches": self.batches, "epoch": self.epoch, "step": self.step, "fit": vars(self.fit), "scheduler": _plain(self.scheduler.state_dict()),
                  "loss_scale": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()}
-        save_checkpoint(self.checkpoint, self.bare, self.best, self.optimizer.optimizer, state)
+        average = {} if self.average is None else {f"average/{k}": v for k, v in self.average.module.state_dict().items()}
+        save_checkpoint(self.checkpoint, self.bare, {**(self.best or {}), **average} or None, self.optimizer.optimizer, state)
 
     def resume(self):
         "Go on from the checkpoint, where there is one."
         if self.checkpoint is None or not (self.checkpoint.exists() or self.checkpoint.with_name(self.checkpoint.name + ".old").exists()): return
-        state, self.best = load_checkpoint(self.checkpoint, self.bare, self.optimizer.optimizer, self.check_state)
+        state, kept = load_checkpoint(self.checkpoint, self.bare, self.optimizer.optimizer, self.check_state)
+        if self.average is not None: self.average.module.load_state_dict({k.removeprefix("average/"): v for k, v in kept.items() if k.startswith("average/")})
+        self.best = {k: v for k, v in (kept or {}).items() if not k.startswith("average/")} or None
         self.epoch, self.step, self.fit = state["epoch"], state["step"], Fit(**state["fit"])
         self.scheduler.load_state_dict(state["scheduler"])
         if state["loss_scale"]: self.accelerator.scaler.load_state_dict(state["loss_scale"])
@@ -218,8 +231,14 @@ class _Run:
         if differing: raise CheckpointError(f"the checkpoint {self.checkpoint} was made with other settings ({', '.join(differing)}); delete it or restore them")
 
     def restore_best(self):
-        if self.best is not None: self.bare.load_state_dict(self.best)
-        else: self.fit.best_epoch = self.epoch
+        if self.best is None: self.fit.best_epoch = self.epoch
+        if self.best is not None or self.average is not None: self.bare.load_state_dict(self.judged.state_dict() if self.best is None else self.best)
+
+
+def _average(model: nn.Module, decay: float) -> nn.Module:
+    "timm's running mean of a model's weights, in its `module`."
+    from timm.utils import ModelEmaV3
+    return ModelEmaV3(model, decay)
 
 
 def _seed_epoch(train: DataLoader, seed: int, epoch: int):
@@ -231,7 +250,7 @@ def _seed_epoch(train: DataLoader, seed: int, epoch: int):
 
 def _plain(state: dict) -> dict: return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list))}
 
-# %% ../../nbs/training/02_loop.ipynb #b8efe756
+# %% ../../nbs/training/02_loop.ipynb #91688db9
 @torch.no_grad()
 def predict(
     model: nn.Module,
@@ -240,7 +259,7 @@ def predict(
     "Logits of every row, with the model in eval mode for the time being."
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
-    logits = [model(**{k: v.to(device) for k, v in b.items() if k in ("input_ids", "attention_mask", "token_type_ids", "task")}).logits.float().cpu() for b in batches]
+    logits = [model(**{k: v.to(device) for k, v in b.items() if k in ("input_ids", "attention_mask", "token_type_ids", "task", "pixel_values")}).logits.float().cpu() for b in batches]
     model.train(was_training)
     return torch.cat(logits)
 
