@@ -5,12 +5,16 @@
 # %% auto #0
 __all__ = ['parameter_groups', 'DivergenceError', 'Fit', 'Settings', 'fit', 'predict', 'accuracy', 'distillation_loss']
 
-# %% ../../nbs/training/02_loop.ipynb #f03e4b09
+# %% ../../nbs/training/02_loop.ipynb #fc258547
 import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from .progress import Progress
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
-from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from .progress import Progress
-
-# %% ../../nbs/training/02_loop.ipynb #dc07db9c
+# %% ../../nbs/training/02_loop.ipynb #8d2c29fe
 def parameter_groups(model: nn.Module, lr: float, learning_rates: dict[str, float], weight_decay: float) -> list[dict]:
     "Optimizer groups by learning rate and decay. Raises `ValueError` for a name that begins no parameter's."
     names = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -40,11 +41,11 @@ def parameter_groups(model: nn.Module, lr: float, learning_rates: dict[str, floa
         groups.setdefault((rate, decay), []).append(p)
     return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
 
-# %% ../../nbs/training/02_loop.ipynb #504040f8
+# %% ../../nbs/training/02_loop.ipynb #433a4576
 class DivergenceError(RuntimeError):
     "The loss became NaN or infinite."
 
-# %% ../../nbs/training/02_loop.ipynb #28713e47
+# %% ../../nbs/training/02_loop.ipynb #b53e325f
 @dataclass
 class Fit:
     "What a training run did."
@@ -55,7 +56,7 @@ class Fit:
     @property
     def seconds(self) -> float: return sum(row["seconds"] for row in self.history)
 
-# %% ../../nbs/training/02_loop.ipynb #5fca3146
+# %% ../../nbs/training/02_loop.ipynb #92e5ea2e
 @dataclass(frozen=True)
 class Settings:
     "How to train. The founding documents' AdamW with linear decay is the default."
@@ -63,7 +64,7 @@ class Settings:
     lr: float = 2e-5
     learning_rates: dict[str, float] = field(default_factory=dict)  # beginning of a parameter's name -> its rate
     weight_decay: float = 0.01
-    schedule: str = "linear"  # a name that `transformers.get_scheduler` knows
+    schedule: str = "linear"  # a name that `transformers.get_scheduler` knows; "reduce_lr_on_plateau" halves the rate after two epochs without a better score
     warmup: float = 0.06  # share of all steps
     clip: float | None = 1.0  # largest norm of the gradient
     accumulation: int = 1  # batches to an optimizer step
@@ -85,7 +86,7 @@ class Settings:
         if self.warmup > 1: raise ValueError(f"warmup is a share of all steps, at most 1, got {self.warmup}")
         if self.precision not in ("no", "bf16", "fp16"): raise ValueError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
 
-# %% ../../nbs/training/02_loop.ipynb #6648ecd6
+# %% ../../nbs/training/02_loop.ipynb #8d431448
 def fit(
     model: nn.Module,  # trained in place
     train: DataLoader,  # of dictionaries; each is passed as `model(**batch)`
@@ -97,6 +98,7 @@ def fit(
     tracker_dir: str | Path = ".",  # where file-based trackers write
     description: str = "training",  # shown beside the progress bar
     cpu: bool = False,  # stay on the CPU although there is a GPU
+    growth: Any = None,  # a `dendritic_lab.growth.growth_session` that adds dendrites to `model` while it trains
     **settings,  # fields of `Settings`
 ) -> Fit:
     """Train `model` with AdamW. Raises `ValueError` for settings or data that cannot work, `DivergenceError` when
@@ -104,25 +106,26 @@ def fit(
     settings = Settings(**settings)
     if not isinstance(train, DataLoader): raise TypeError(f"train must be a torch DataLoader, got {type(train).__name__}")
     if len(train) == 0: raise ValueError("the training data are empty")
-    if settings.patience is not None and evaluate is None: raise ValueError("patience needs an evaluate function")
+    for name, used in {"patience": settings.patience is not None, "reduce_lr_on_plateau": settings.schedule == "reduce_lr_on_plateau", "growth": growth is not None}.items():
+        if used and evaluate is None: raise ValueError(f"{name} needs an evaluate function")
+    if growth is not None: growth.check_fit(model, settings.maximize, checkpoint, settings.patience)
     accelerator = _accelerator(settings, tuple(trackers), tracker_dir, cpu)
-    optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, settings.learning_rates, settings.weight_decay), fused=True)
-    steps = settings.epochs * math.ceil(len(train) / settings.accumulation)
-    scheduler = get_scheduler(settings.schedule, optimizer, round(settings.warmup * steps), steps)
+    steps = math.ceil(len(train) / settings.accumulation)
+    optimizer, scheduler = _optimizer(model, settings, settings.epochs * steps)
     model, optimizer, train, scheduler = accelerator.prepare(model, optimizer, train, scheduler)
-    run = _Run(accelerator, model, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None)
+    run = _Run(accelerator, model, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None, growth, steps)
     try:
         run.resume()
         with Progress(settings.epochs * len(train), description) as bar:
             bar.step(run.epoch * len(train))
-            while run.epoch < settings.epochs and not run.patience_spent(): run.one_epoch(train, loss, evaluate, bar)
+            while run.epoch < settings.epochs and not run.grown and not run.patience_spent(): run.one_epoch(train, loss, evaluate, bar)
         run.restore_best()
     finally:
         accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
         accelerator.end_training()
     return run.fit
 
-# %% ../../nbs/training/02_loop.ipynb #010db7e6
+# %% ../../nbs/training/02_loop.ipynb #15f01cce
 def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str | Path, cpu: bool) -> Accelerator:
     known = [str(getattr(t, "value", t)) for t in get_available_trackers()]
     for tracker in trackers:
@@ -134,12 +137,19 @@ def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str
     if trackers: accelerator.init_trackers("dendritic_lab", config=plain)
     return accelerator
 
-# %% ../../nbs/training/02_loop.ipynb #a5501fef
+# %% ../../nbs/training/02_loop.ipynb #f1e27328
+def _optimizer(model: nn.Module, settings: Settings, steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    "AdamW and a schedule over `steps` steps of it."
+    optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, settings.learning_rates, settings.weight_decay), fused=True)
+    plateau = {"mode": "max" if settings.maximize else "min", "factor": 0.5, "patience": 1} if settings.schedule == "reduce_lr_on_plateau" else None
+    return optimizer, get_scheduler(settings.schedule, optimizer, round(settings.warmup * steps), steps, plateau)
+
+
 class _Run:
-    def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None):
+    def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None, growth, steps: int):
         self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
-        self.settings, self.batches, self.checkpoint = settings, batches, checkpoint
-        self.fit, self.epoch, self.step, self.best = Fit(), 0, 0, None
+        self.settings, self.batches, self.checkpoint, self.growth, self.steps = settings, batches, checkpoint, growth, steps
+        self.fit, self.epoch, self.step, self.best, self.grown = Fit(), 0, 0, None, False
 
     @property
     def bare(self) -> nn.Module: return self.accelerator.unwrap_model(self.model)
@@ -159,7 +169,9 @@ class _Run:
             with torch.no_grad(): figures = evaluate(self.bare)
             self.keep_if_best(figures)
             bar.show(**{self.settings.monitor: figures[self.settings.monitor]})
+            if self.settings.schedule == "reduce_lr_on_plateau": self.scheduler.scheduler.step(figures[self.settings.monitor])
             row |= {f"validation_{k}" if k in row or k == "seconds" else k: v for k, v in figures.items()}
+        if self.growth is not None: row |= self.grow(figures)
         self.fit.history.append(row | {"seconds": time.perf_counter() - start})
         self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
         self.save()
@@ -176,9 +188,20 @@ class _Run:
                 if self.settings.precision != "fp16": self.check_finite(norm.item(), "norm of the gradient")  # fp16's loss scaling skips such steps itself
                 self.step += 1
             self.optimizer.step()
-            self.scheduler.step()
+            if self.settings.schedule != "reduce_lr_on_plateau": self.scheduler.step()
             self.optimizer.zero_grad()
         return number
+
+    def grow(self, figures: dict[str, float]) -> dict:
+        "Let the growth session see the score. New dendrites are new parameters: they get a new optimizer and a schedule over the epochs that are left."
+        others = {k: v for k, v in figures.items() if k != self.settings.monitor}
+        restructured, self.grown = self.growth.step(self.bare, self.optimizer.optimizer, figures[self.settings.monitor], others)
+        if restructured and not self.grown and self.epoch < self.settings.epochs:
+            self.accelerator._optimizers.clear()
+            self.accelerator._schedulers.clear()
+            optimizer, scheduler = _optimizer(self.bare, self.settings, (self.settings.epochs - self.epoch) * self.steps)
+            self.optimizer, self.scheduler = self.accelerator.prepare(optimizer, scheduler)
+        return {k: self.growth.history[-1][k] for k in ("dendrites", "parameters")}
 
     def check_finite(self, number: float, what: str):
         if math.isfinite(number): return
@@ -217,7 +240,7 @@ class _Run:
         if differing: raise CheckpointError(f"the checkpoint {self.checkpoint} was made with other settings ({', '.join(differing)}); delete it or restore them")
 
     def restore_best(self):
-        if self.best is not None: self.bare.load_state_dict(self.best)
+        if self.best is not None: (self.growth.load if self.growth is not None else nn.Module.load_state_dict)(self.bare, self.best)
         else: self.fit.best_epoch = self.epoch
 
 
@@ -230,7 +253,7 @@ def _seed_epoch(train: DataLoader, seed: int, epoch: int):
 
 def _plain(state: dict) -> dict: return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list))}
 
-# %% ../../nbs/training/02_loop.ipynb #d9955176
+# %% ../../nbs/training/02_loop.ipynb #b8efe756
 @torch.no_grad()
 def predict(
     model: nn.Module,
@@ -250,7 +273,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:  # (rows, num_labels), (r
     if logits.ndim != 2 or not len(logits) or labels.shape != logits.shape[:1]: raise ValueError(f"expected logits (rows, classes) and labels (rows,), got {tuple(logits.shape)} and {tuple(labels.shape)}")
     return (logits.argmax(-1) == labels).float().mean().item()
 
-# %% ../../nbs/training/02_loop.ipynb #c76e2fdf
+# %% ../../nbs/training/02_loop.ipynb #1254f02f
 def distillation_loss(
     logits: Tensor,  # (batch, classes) of the student
     teacher_logits: Tensor,  # (batch, classes)
