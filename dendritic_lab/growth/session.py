@@ -76,7 +76,7 @@ def set_library(config, name: str, value) -> None:
         raise TypeError(f"PerforatedAI's setting {name!r} is of type {type(now).__name__}, got {value!r}")
     getattr(config, f"set_{name}")(value)
 
-# %% ../../nbs/growth/01_session.ipynb #bbce818c
+# %% ../../nbs/growth/01_session.ipynb #86712847
 @contextmanager
 def contained(folder: Path) -> Iterator[None]:
     "Run library code in `folder`, output to `folder/log.txt`. Raises `GrowthError` where the library would stop the process or prompt."
@@ -104,7 +104,8 @@ def _plots_apart() -> Iterator[None]:
     import matplotlib.pyplot as plt
     backend, interactive, close, mine = matplotlib.get_backend(auto_select=False), plt.isinteractive(), plt.close, plt.get_fignums()
     plt.close = lambda which=None: [close(n) for n in plt.get_fignums() if n not in mine]
-    try: yield
+    try:
+        with matplotlib.rc_context({"savefig.dpi": 60}): yield
     finally:
         plt.close = close
         if backend is None: dict.__setitem__(matplotlib.rcParams, "backend", matplotlib.rcsetup._auto_backend_sentinel)
