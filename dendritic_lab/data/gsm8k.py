@@ -80,7 +80,7 @@ def check_contamination(train: dict, test: dict) -> None:  # records of what `lo
     if train["name"] == "gsm_symbolic" and test["name"] == "gsm8k":
         raise DataError("gsm_symbolic is made from GSM8K's test questions: a model trained on it must not be tested on GSM8K")
 
-# %% ../../nbs/data/06_gsm8k.ipynb #75aef7e1
+# %% ../../nbs/data/06_gsm8k.ipynb #bac4743e
 def prompt(question: str) -> str: return f"Question: {question.strip()}\nAnswer:"
 
 
@@ -120,7 +120,7 @@ def generate_answers(
     max_new_tokens: int = 256,
 ) -> list[str]:  # what the model wrote after each prompt, in order
     "Greedy solutions, in batches of prompts of similar length, with the key-value cache."
-    was_training, side, device = model.training, tokenizer.padding_side, model.device
+    was_training, device = model.training, model.device
     order, written = sorted(range(len(questions)), key=lambda i: len(questions[i])), [""] * len(questions)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     model.eval()
