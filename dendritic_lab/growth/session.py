@@ -239,7 +239,7 @@ class GrowthSession:
     @property
     def graph(self) -> Path: return self.workdir / "library" / "library.png"
 
-# %% ../../nbs/growth/01_session.ipynb #b2d15ab0
+# %% ../../nbs/growth/01_session.ipynb #b5886715
 _current: GrowthSession | None = None
 
 
@@ -285,6 +285,7 @@ def _configure(pc, config: GrowthConfig):
     thresholds = config.improvement_threshold
     settings |= {"improvement_threshold": [float(t) for t in thresholds] if isinstance(thresholds, (tuple, list)) else [float(thresholds)],
                  "switch_mode": getattr(pc, SWITCHES[config.switch_mode]), "pai_forward_function": ACTIVATIONS[config.activation],
-                 "module_names_to_perforate": [], "testing_dendrite_capacity": False, "configuration_confirmed": True, "unwrapped_modules_confirmed": True, "silent": True}
+                 "module_names_to_perforate": [], "testing_dendrite_capacity": False, "configuration_confirmed": True, "unwrapped_modules_confirmed": True, "silent": True,
+                 "test_saves": False}  # the best weights are saved all the same; these would be a further copy each epoch
     if pc.get_perforated_backpropagation(): raise GrowthError("perforated_backpropagation is on")
     for name, value in {**settings, **config.library}.items(): set_library(pc, name, value)
