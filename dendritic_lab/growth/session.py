@@ -148,7 +148,7 @@ def check_trained(layers: dict[str, nn.Module]) -> None:
     idle = [name for name, layer in layers.items() if not layer.dendrite_module.dendrite_values[0].current_d_init.item()]
     if idle: raise GrowthError(f"no gradient has reached {', '.join(idle)}: train before the first score, and exclude layers that the model does not use")
 
-# %% ../../nbs/growth/01_session.ipynb #28cb2a78
+# %% ../../nbs/growth/01_session.ipynb #69b8c74a
 class GrowthSession:
     "Made by `growth_session`. One model, from `perforate` to the end of the `with` block."
 
@@ -201,6 +201,7 @@ class GrowthSession:
         parameters = exported_param_count(model)
         tracker = GPA.pai_tracker
         tracker.set_optimizer_instance(optimizer)
+        set_library(GPA.pc, "device", next(model.parameters()).device)  # the model may have moved since it was perforated
         with contained(self.workdir):
             for name, value in others.items(): tracker.add_extra_score(value, name)
             if test is not None: tracker.add_test_score(test, "test")
