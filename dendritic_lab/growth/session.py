@@ -76,7 +76,7 @@ def set_library(config, name: str, value) -> None:
         raise TypeError(f"PerforatedAI's setting {name!r} is of type {type(now).__name__}, got {value!r}")
     getattr(config, f"set_{name}")(value)
 
-# %% ../../nbs/growth/01_session.ipynb #86712847
+# %% ../../nbs/growth/01_session.ipynb #66626e11
 @contextmanager
 def contained(folder: Path) -> Iterator[None]:
     "Run library code in `folder`, output to `folder/log.txt`. Raises `GrowthError` where the library would stop the process or prompt."
@@ -109,7 +109,9 @@ def _plots_apart() -> Iterator[None]:
     finally:
         plt.close = close
         if backend is None: dict.__setitem__(matplotlib.rcParams, "backend", matplotlib.rcsetup._auto_backend_sentinel)
-        elif matplotlib.get_backend().lower() != backend.lower(): matplotlib.use(backend)
+        elif matplotlib.get_backend().lower() != backend.lower():
+            matplotlib.rcParams["backend"] = backend  # before it is loaded: Jupyter's backend looks here whether it is the one to show figures
+            plt.switch_backend(backend)
         plt.interactive(interactive)
 
 # %% ../../nbs/growth/01_session.ipynb #136fd409
