@@ -6,12 +6,16 @@
 __all__ = ['parameter_groups', 'DivergenceError', 'Fit', 'Settings', 'fit', 'predict', 'accuracy', 'token_loss',
            'distillation_loss']
 
-# %% ../../nbs/training/02_loop.ipynb #0e201508
+# %% ../../nbs/training/02_loop.ipynb #fc258547
 import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from .progress import Progress
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +26,6 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
-
-from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from .progress import Progress
 
 # %% ../../nbs/training/02_loop.ipynb #8d2c29fe
 def parameter_groups(model: nn.Module, lr: float, learning_rates: dict[str, float], weight_decay: float) -> list[dict]:
@@ -56,7 +57,7 @@ class Fit:
     @property
     def seconds(self) -> float: return sum(row["seconds"] for row in self.history)
 
-# %% ../../nbs/training/02_loop.ipynb #ccf7426a
+# %% ../../nbs/training/02_loop.ipynb #2fc98599
 @dataclass(frozen=True)
 class Settings:
     "How to train. The founding documents' AdamW with linear decay is the default."
@@ -64,7 +65,7 @@ class Settings:
     lr: float = 2e-5
     learning_rates: dict[str, float] = field(default_factory=dict)  # beginning of a parameter's name -> its rate
     weight_decay: float = 0.01
-    schedule: str = "linear"  # a name that `transformers.get_scheduler` knows
+    schedule: str = "linear"  # a name that `transformers.get_scheduler` knows; "reduce_lr_on_plateau" halves the rate after two epochs without a better score
     warmup: float = 0.06  # share of all steps
     clip: float | None = 1.0  # largest norm of the gradient
     accumulation: int = 1  # batches to an optimizer step
@@ -88,7 +89,7 @@ class Settings:
         if self.warmup > 1: raise ValueError(f"warmup is a share of all steps, at most 1, got {self.warmup}")
         if self.precision not in ("no", "bf16", "fp16"): raise ValueError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
 
-# %% ../../nbs/training/02_loop.ipynb #3a38d211
+# %% ../../nbs/training/02_loop.ipynb #d7d0458e
 def fit(
     model: nn.Module,  # trained in place
     train: DataLoader,  # of dictionaries; each is passed as `model(**batch)`
@@ -101,6 +102,7 @@ def fit(
     tracker_dir: str | Path = ".",  # where file-based trackers write
     description: str = "training",  # shown beside the progress bar
     cpu: bool = False,  # stay on the CPU although there is a GPU
+    growth: Any = None,  # a `dendritic_lab.growth.growth_session` that adds dendrites to `model` while it trains
     **settings,  # fields of `Settings`
 ) -> Fit:
     """Train `model` with AdamW. Raises `ValueError` for settings or data that cannot work, `DivergenceError` when
@@ -108,19 +110,21 @@ def fit(
     settings = Settings(**settings)
     if not isinstance(train, DataLoader): raise TypeError(f"train must be a torch DataLoader, got {type(train).__name__}")
     if len(train) == 0: raise ValueError("the training data are empty")
-    if settings.patience is not None and evaluate is None: raise ValueError("patience needs an evaluate function")
+    for name, used in {"patience": settings.patience is not None, "reduce_lr_on_plateau": settings.schedule == "reduce_lr_on_plateau", "growth": growth is not None}.items():
+        if used and evaluate is None: raise ValueError(f"{name} needs an evaluate function")
+    if growth is not None and settings.average is not None: raise ValueError("growth changes the weights' shapes, so there is no average of them: leave average at None")
+    if growth is not None: growth.check_fit(model, settings.maximize, checkpoint, settings.patience)
     accelerator = _accelerator(settings, tuple(trackers), tracker_dir, cpu)
-    optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, settings.learning_rates, settings.weight_decay), fused=True)
-    steps = settings.epochs * math.ceil(len(train) / settings.accumulation)
-    scheduler = get_scheduler(settings.schedule, optimizer, round(settings.warmup * steps), steps)
+    steps = math.ceil(len(train) / settings.accumulation)
+    optimizer, scheduler = _optimizer(model, settings, settings.epochs * steps)
     average = None if settings.average is None else _average(model, settings.average)
     model, optimizer, train, scheduler = accelerator.prepare(model, optimizer, train, scheduler)
-    run = _Run(accelerator, model, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None, average and average.to(accelerator.device))
+    run = _Run(accelerator, model, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None, average and average.to(accelerator.device), growth, steps)
     try:
         run.resume()
         with Progress(settings.epochs * len(train), description) as bar:
             bar.step(run.epoch * len(train))
-            while run.epoch < settings.epochs and not run.patience_spent():
+            while run.epoch < settings.epochs and not run.grown and not run.patience_spent():
                 if before_epoch is not None: before_epoch(run.bare, run.epoch)
                 run.one_epoch(train, loss, evaluate, bar)
         run.restore_best()
@@ -141,12 +145,19 @@ def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str
     if trackers: accelerator.init_trackers("dendritic_lab", config=plain)
     return accelerator
 
-# %% ../../nbs/training/02_loop.ipynb #b634ed0f
+# %% ../../nbs/training/02_loop.ipynb #0244312f
+def _optimizer(model: nn.Module, settings: Settings, steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    "AdamW and a schedule over `steps` steps of it."
+    optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, settings.learning_rates, settings.weight_decay), fused=True)
+    plateau = {"mode": "max" if settings.maximize else "min", "factor": 0.5, "patience": 1} if settings.schedule == "reduce_lr_on_plateau" else None
+    return optimizer, get_scheduler(settings.schedule, optimizer, round(settings.warmup * steps), steps, plateau)
+
+
 class _Run:
-    def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None, average: nn.Module | None):
+    def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None, average: nn.Module | None, growth, steps: int):
         self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
-        self.settings, self.batches, self.checkpoint, self.average = settings, batches, checkpoint, average
-        self.fit, self.epoch, self.step, self.best = Fit(), 0, 0, None
+        self.settings, self.batches, self.checkpoint, self.average, self.growth, self.steps = settings, batches, checkpoint, average, growth, steps
+        self.fit, self.epoch, self.step, self.best, self.grown = Fit(), 0, 0, None, False
 
     @property
     def bare(self) -> nn.Module: return self.accelerator.unwrap_model(self.model)
@@ -169,7 +180,9 @@ class _Run:
             with torch.no_grad(): figures = evaluate(self.judged)
             self.keep_if_best(figures)
             bar.show(**{self.settings.monitor: figures[self.settings.monitor]})
+            if self.settings.schedule == "reduce_lr_on_plateau": self.scheduler.scheduler.step(figures[self.settings.monitor])
             row |= {f"validation_{k}" if k in row or k == "seconds" else k: v for k, v in figures.items()}
+        if self.growth is not None: row |= self.grow(figures)
         self.fit.history.append(row | {"seconds": time.perf_counter() - start})
         self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
         self.save()
@@ -187,9 +200,20 @@ class _Run:
                 self.step += 1
             self.optimizer.step()
             if self.average is not None and self.accelerator.sync_gradients: self.average.update(self.bare)
-            self.scheduler.step()
+            if self.settings.schedule != "reduce_lr_on_plateau": self.scheduler.step()
             self.optimizer.zero_grad()
         return number
+
+    def grow(self, figures: dict[str, float]) -> dict:
+        "Let the growth session see the score. New dendrites are new parameters: they get a new optimizer and a schedule over the epochs that are left."
+        others = {k: v for k, v in figures.items() if k != self.settings.monitor}
+        restructured, self.grown = self.growth.step(self.bare, self.optimizer.optimizer, figures[self.settings.monitor], others)
+        if restructured and not self.grown and self.epoch < self.settings.epochs:
+            self.accelerator._optimizers.clear()
+            self.accelerator._schedulers.clear()
+            optimizer, scheduler = _optimizer(self.bare, self.settings, (self.settings.epochs - self.epoch) * self.steps)
+            self.optimizer, self.scheduler = self.accelerator.prepare(optimizer, scheduler)
+        return {k: self.growth.history[-1][k] for k in ("dendrites", "parameters")}
 
     def check_finite(self, number: float, what: str):
         if math.isfinite(number): return
@@ -232,7 +256,8 @@ class _Run:
 
     def restore_best(self):
         if self.best is None: self.fit.best_epoch = self.epoch
-        if self.best is not None or self.average is not None: self.bare.load_state_dict(self.judged.state_dict() if self.best is None else self.best)
+        load = self.growth.load if self.growth is not None else nn.Module.load_state_dict
+        if self.best is not None or self.average is not None: load(self.bare, self.judged.state_dict() if self.best is None else self.best)
 
 
 def _average(model: nn.Module, decay: float) -> nn.Module:

@@ -1,0 +1,7 @@
+"""Grown dendrites: PerforatedAI contained, its result as plain PyTorch, folding, quantisation."""
+
+from .folding import FoldedLayer, Folding, fold, folding_curve
+from .plain import dendrite_layout, export, exported_param_count, grown_class, grown_param_count, load_grown, put_dendrites
+from .quantised import quantise, quantised_bytes
+from .session import GrowthConfig, GrowthError, GrowthSession, growth_session
+from .trainer import GrowthCallback
