@@ -101,7 +101,7 @@ def test_a_failure_stops_no_other_run_and_is_kept(checkout, lab):
     (runs(made)[0] / "metrics.json").write_text('{"schema": 1, "metr')   # cut off
     (runs(made)[1] / "params.yaml").write_text("parameters: {seed: 5}\n")   # not what was run
     again = lab(made, "batch", "many.yaml", "--resume", "--workers", "1")
-    assert again.stdout.count("damaged") == 2 and "metrics.json is damaged" in again.stdout and "params.yaml does not hold" in again.stdout
+    assert again.stdout.count("  damaged  ") == 2 and "metrics.json is damaged" in again.stdout and "params.yaml does not hold" in again.stdout
     assert "2 done, 1 failed" in again.stdout and len(runs(made)) == 4
 
 
