@@ -21,7 +21,7 @@ import yaml
 
 from .experiments import Experiment, UsageError, find_experiment
 
-# %% ../../nbs/lab/10_batch.ipynb #f14ac95d
+# %% ../../nbs/lab/10_batch.ipynb #30029f11
 @dataclass(frozen=True)
 class Lines:
     "The lines of a YAML file on which its values stand."
@@ -51,7 +51,11 @@ def read_yaml(path: Path, largest: int = 1_000_000) -> tuple[object, Lines]:  # 
     except OSError as e: raise UsageError(f"cannot read {path}: {e.strerror}") from e
     if len(text) > largest: raise UsageError(f"{path.name} has {len(text):,} bytes; at most {largest:,} are read")
     try:
+        depth = 0
         for token in yaml.scan(text, Loader=yaml.SafeLoader):
+            depth += isinstance(token, (yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken, yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken))
+            depth -= isinstance(token, (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken))
+            if depth > 20: raise UsageError(f"{path.name}, line {token.start_mark.line + 1}: expected at most 20 levels, one in another")
             if isinstance(token, yaml.AliasToken): raise UsageError(f"{path.name}, line {token.start_mark.line + 1}: expected no alias, got *{token.value}: write the value out")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is None: raise UsageError(f"{path.name} is empty")
@@ -63,9 +67,8 @@ def read_yaml(path: Path, largest: int = 1_000_000) -> tuple[object, Lines]:  # 
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         raise UsageError(f"{path.name}, line {mark.line + 1 if mark else 1}: not valid YAML: {e.problem or e.context}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as e:
-        if isinstance(e, UsageError): raise
-        raise UsageError(f"{path.name} is not valid YAML: {'it is nested too deeply' if isinstance(e, RecursionError) else str(e).splitlines()[0]}") from None
+    except UsageError: raise
+    except (yaml.YAMLError, ValueError) as e: raise UsageError(f"{path.name} is not valid YAML: {str(e).splitlines()[0]}") from None
 
 # %% ../../nbs/lab/10_batch.ipynb #2db3fe66
 def _digest(*parts: bytes | str) -> str:

@@ -6,7 +6,7 @@
 __all__ = ['app', 'data_app', 'list_experiments', 'run', 'show_figures', 'data_status', 'data_fetch', 'doctor', 'claims', 'stage',
            'main']
 
-# %% ../../nbs/lab/06_cli.ipynb #25c5cf8b
+# %% ../../nbs/lab/06_cli.ipynb #2c9e2912
 import json
 import signal
 import threading
@@ -20,6 +20,7 @@ import typer
 from .compare import compare
 from .driver import batch
 from .verify import clean, verify
+from .watch import watch
 
 # %% ../../nbs/lab/06_cli.ipynb #20daf745
 app = typer.Typer(name="dendritic-lab", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -202,8 +203,8 @@ def claims(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
     _table("claims of the founding documents", ["claim", "claimed", "unit", "status", "measured here", "run"],
            [[v.claim["id"], short(v.claim["value"]), v.claim["unit"], v.status, v.measured, v.run or ""] for v in verdicts])
 
-# %% ../../nbs/lab/06_cli.ipynb #67847fc1
-for command in (batch, compare, verify, clean): app.command()(_clear_errors()(command))
+# %% ../../nbs/lab/06_cli.ipynb #7dad185a
+for command in (batch, compare, watch, verify, clean): app.command()(_clear_errors()(command))
 
 # %% ../../nbs/lab/06_cli.ipynb #e3e64df2
 @app.command(hidden=True)

@@ -322,7 +322,7 @@ def unpack(event: dict, out: Path) -> dict:
         Path(folder, target.name).rename(target)
     return {**event, "folder": str(target)}
 
-# %% ../../nbs/lab/11_engines.ipynb #85448990
+# %% ../../nbs/lab/11_engines.ipynb #1e3013dc
 class RayEngine:
     "Ray tasks, on this machine or on a cluster."
 
@@ -333,7 +333,7 @@ class RayEngine:
         ship = {"working_dir": str(root), "excludes": ["/outputs/", "/.git/", "/.venv/", "/_site/", "/docs/"]} if address else {}
         variables = {k: os.environ[k] for k in ("PYTHONPATH", "DENDRITIC_LAB_DATA", "HF_HUB_OFFLINE") if k in os.environ} if not address else {}
         try: ray.init(address=address, runtime_env={**ship, "env_vars": variables}, log_to_driver=False, include_dashboard=False if not address else None, configure_logging=False)
-        except (ConnectionError, ValueError, RuntimeError) as e: raise UsageError(f"cannot reach Ray at {address}: {str(e).splitlines()[0]}") from None
+        except Exception as e: raise UsageError(f"cannot {f'reach Ray at {address}' if address else 'start Ray'}: {str(e).strip().splitlines()[0]}") from e  # Ray raises bare Exceptions
         self.task, self.running = ray.remote(max_retries=0, max_calls=1)(work_anywhere), {}
 
     def refusal(self, wanted: Resources) -> str | None:
