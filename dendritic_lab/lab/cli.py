@@ -6,7 +6,7 @@
 __all__ = ['app', 'data_app', 'list_experiments', 'run', 'show_figures', 'data_status', 'data_fetch', 'doctor', 'claims', 'stage',
            'main']
 
-# %% ../../nbs/lab/06_cli.ipynb #2c9e2912
+# %% ../../nbs/lab/06_cli.ipynb #67248301
 import json
 import signal
 import threading
@@ -19,6 +19,7 @@ import typer
 
 from .compare import compare
 from .driver import batch
+from .sweep import sweep
 from .verify import clean, verify
 from .watch import watch
 
@@ -203,8 +204,8 @@ def claims(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
     _table("claims of the founding documents", ["claim", "claimed", "unit", "status", "measured here", "run"],
            [[v.claim["id"], short(v.claim["value"]), v.claim["unit"], v.status, v.measured, v.run or ""] for v in verdicts])
 
-# %% ../../nbs/lab/06_cli.ipynb #7dad185a
-for command in (batch, compare, watch, verify, clean): app.command()(_clear_errors()(command))
+# %% ../../nbs/lab/06_cli.ipynb #1d90aeb3
+for command in (batch, compare, sweep, watch, verify, clean): app.command()(_clear_errors()(command))
 
 # %% ../../nbs/lab/06_cli.ipynb #e3e64df2
 @app.command(hidden=True)

@@ -6,7 +6,7 @@
 __all__ = ['TRACKERS', 'Account', 'Journal', 'Driver', 'open_batch', 'batch_runs', 'find_tracker', 'track', 'duration',
            'last_progress', 'failure', 'PlainView', 'LiveView', 'dry_run', 'batch']
 
-# %% ../../nbs/lab/16_driver.ipynb #d6a772fc
+# %% ../../nbs/lab/16_driver.ipynb #a36ed1c7
 import json
 import os
 import shutil
@@ -24,7 +24,7 @@ import typer
 from filelock import FileLock, Timeout
 
 from .batch import Plan, PlannedRun, plan
-from .engines import LocalEngine, RayEngine, find_finished, hold, mark_failed, marked_runs
+from .engines import LocalEngine, RayEngine, find_finished, left_behind, mark_failed
 from .experiments import UsageError, project_root
 from .record import MetricsError, read_metrics
 
@@ -53,7 +53,7 @@ class Journal:
             if not self.lost: print(f"dendritic-lab: cannot write {self.path.name}: {e.strerror}; the batch goes on without it", file=sys.stderr)
             self.lost = True
 
-# %% ../../nbs/lab/16_driver.ipynb #4fb05ad4
+# %% ../../nbs/lab/16_driver.ipynb #50f3f298
 class Driver:
     "Takes a plan to its end with an engine."
 
@@ -65,10 +65,7 @@ class Driver:
     def prepare(self):
         "Mark what a crash left behind, and take account of what is finished."
         for name in {run.experiment.name for run in self.plan.runs}:
-            for folder, mark in marked_runs(self.out, name):
-                if folder.suffix != ".running": continue
-                with hold(self.out, mark["identity"]) as free:
-                    if free: self.journal.note("left behind", folder=mark_failed(folder).name)
+            for folder in left_behind(self.out, name): self.journal.note("left behind", folder=mark_failed(folder).name)
         for account in self.accounts.values():
             damaged = lambda folder, why, a=account: self.tell(a, "damaged", folder=str(folder), reason=why)
             account.folder = find_finished(self.out, account.run.experiment.name, account.run.identity, account.run.parameters, damaged)
