@@ -123,6 +123,10 @@ COMMANDS = {
     "watch: a missing folder": (["watch", "--out", "gone"], "gone is not a folder"),
     "watch: no time": (["watch", "--out", "runs", "--every", "0"], "expected 0.1 to 3600"),
     "watch: NaN": (["watch", "--out", "runs", "--every", "nan"], "expected 0.1 to 3600"),
+    "sweep: a missing file": (["sweep", "gone.yaml"], "cannot read gone.yaml"),
+    "sweep: no workers": (["sweep", "sweep.yaml", "--workers", "0"], "expected 1 to 1024"),
+    "sweep: unknown tracker": (["sweep", "sweep.yaml", "--tracker", "pen"], "unknown tracker"),
+    "sweep: an unwritable folder": (["sweep", "sweep.yaml", "--out", "file"], "cannot write to"),
     "list: an argument": (["list", "tiny"], "unexpected extra argument"),
     "doctor: an option": (["doctor", "--fix"], "No such option"),
     "claims: an option": (["claims", "--yaml"], "No such option"),
@@ -194,6 +198,38 @@ def test_batch_files(folder, text, message):
     (folder / "many.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     refuse(folder, ["batch", "many.yaml", "--dry-run"], message)
     refuse(folder, ["batch", "many.yaml"], message)
+
+
+SWEEPS = {
+    "empty": ("", "sweep.yaml is empty"),
+    "a list": ("- experiment: tiny", "line 1: expected a mapping"),
+    "no metric": ("experiment: tiny\nsearch: {lr: [0.1]}", "`metric` is missing"),
+    "no search": ("experiment: tiny\nmetric: a", "`search` is missing"),
+    "an empty search": ("experiment: tiny\nmetric: a\nsearch: {}", "line 3: search: expected at least one"),
+    "unknown experiment": ("experiment: tinny\nmetric: a\nsearch: {lr: [0.1]}", "line 1: no experiment 'tinny'"),
+    "unknown profile": ("experiment: tiny\nprofile: slow\nmetric: a\nsearch: {lr: [0.1]}", "line 2: tiny has no profile"),
+    "unknown parameter": ("experiment: tiny\nmetric: a\nsearch:\n  lrr: [0.1]", "line 4: tiny has no parameter 'lrr'"),
+    "an empty choice": ("experiment: tiny\nmetric: a\nsearch: {lr: []}", "line 3: search: expected for lr"),
+    "a range without an end": ("experiment: tiny\nmetric: a\nsearch: {lr: {low: 0.1}}", "line 3: search: expected for lr"),
+    "a range that falls": ("experiment: tiny\nmetric: a\nsearch: {lr: {low: 0.2, high: 0.1}}", "line 3: search: expected low below high"),
+    "a range beyond what is allowed": ("experiment: tiny\nmetric: a\nsearch: {lr: {low: 0.2, high: 3}}", "line 3: parameter lr: expected a value from 0 to 1"),
+    "a logarithm of zero": ("experiment: tiny\nmetric: a\nsearch: {lr: {low: 0, high: 1, log: true}}", "line 3: search: expected low below high and above 0"),
+    "a range of text": ("experiment: tiny\nmetric: a\nsearch: {text: {low: a, high: b}}", "line 3: search: text is no number"),
+    "a range of lists": ("experiment: tiny\nmetric: a\nsearch: {sizes: [[1], [2]]}", "line 3: search: sizes takes lists"),
+    "twice": ("experiment: tiny\nmetric: a\nparameters: {lr: 0.1}\nsearch: {lr: [0.1]}", "line 4: lr is set twice"),
+    "a grid of a continuum": ("experiment: tiny\nmetric: a\nsampler: grid\nsearch: {lr: {low: 0.1, high: 0.2}}", "line 4: sampler grid"),
+    "unknown sampler": ("experiment: tiny\nmetric: a\nsampler: luck\nsearch: {lr: [0.1]}", "line 3: sampler: expected tpe"),
+    "unknown direction": ("experiment: tiny\nmetric: a\ndirection: up\nsearch: {lr: [0.1]}", "line 3: direction: expected maximize"),
+    "no trials": ("experiment: tiny\nmetric: a\ntrials: 0\nsearch: {lr: [0.1]}", "line 3: trials: expected a whole number"),
+    "storage that is a path": ("experiment: tiny\nmetric: a\nstorage: ../../x\nsearch: {lr: [0.1]}", "line 3: storage: expected journal"),
+    "pruning without a figure": ("experiment: tiny\nmetric: a\nprune: median\nsearch: {lr: [0.1]}", "line 3: prune: expected figure"),
+}
+
+
+@pytest.mark.parametrize("text, message", SWEEPS.values(), ids=SWEEPS)
+def test_sweep_files(folder, text, message):
+    (folder / "sweep.yaml").write_text(text)
+    refuse(folder, ["sweep", "sweep.yaml"], message)
 
 
 def test_more_than_the_machine_has(folder):

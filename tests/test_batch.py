@@ -80,7 +80,7 @@ def at_work_in(checkout: Path) -> list[psutil.Process]:
 
 def clean(checkout: Path) -> bool:
     "No process is left, no run looks as if it were running, and there are no temporary files."
-    left = [p for pattern in ("*/*.running", "**/*.new", "**/runtime", "*/.arriving-*") for p in (checkout / "outputs").glob(pattern)]
+    left = [p for pattern in ("*/*.running", "**/*.new", "**/*-runtime", "*/.arriving-*") for p in (checkout / "outputs").glob(pattern)]
     assert left == []
     wait_for(lambda: not at_work_in(checkout), 10)
     return True

@@ -219,7 +219,7 @@ class Devices:
     def give(self, taken: dict[str, float]):
         for name, share in taken.items(): self.free[name] += share; self.holders[name] -= 1
 
-# %% ../../nbs/lab/11_engines.ipynb #0587a710
+# %% ../../nbs/lab/11_engines.ipynb #f5e261fe
 class LocalEngine:
     "A pool of worker processes on this machine. `close` it, or use it in a `with` statement."
 
@@ -227,7 +227,7 @@ class LocalEngine:
         self.workers, self.command, self.log = workers, command, open(log, "ab")  # noqa: SIM115
         self.cores, self.gpus = len(os.sched_getaffinity(0)), count_gpus() if gpus is None else gpus
         self.devices, self.pool, self.selector = Devices(self.gpus), [], selectors.DefaultSelector()
-        self.runtime = log.with_name("runtime")  # where Jupyter keeps what it needs to reach a kernel; a killed worker does not remove its own
+        self.runtime = log.with_name(f"{log.stem}-runtime")  # where Jupyter keeps what it needs to reach a kernel; a killed worker does not remove its own
         shutil.rmtree(self.runtime, ignore_errors=True)
 
     def refusal(self, wanted: Resources) -> str | None:

@@ -6,10 +6,12 @@
 __all__ = ['DEFAULTS', 'MOST_FAILURES', 'CELLS', 'Range', 'Sweep', 'read_sweep', 'grid_of', 'open_study', 'suggest', 'Search',
            'intermediate', 'describe', 'recover', 'sweep']
 
-# %% ../../nbs/lab/13_sweep.ipynb #72a9b866
+# %% ../../nbs/lab/13_sweep.ipynb #2be659d6
+import itertools
 import json
 import re
 import secrets
+import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +116,7 @@ def read_sweep(file: Path, root: Path | None = None) -> Sweep:
         prune = prune["figure"], prune["after"]
     return Sweep(Path(file), experiment, c["profile"], c["metric"], c["direction"], c["trials"], c["sampler"], c["seed"], c["parameters"], search, prune, _resources(c["resources"], lines, ("resources",)), c["storage"])
 
-# %% ../../nbs/lab/13_sweep.ipynb #30a6f839
+# %% ../../nbs/lab/13_sweep.ipynb #2a96490f
 def _optuna():
     try: import optuna
     except ImportError: raise UsageError("sweep needs the extra cluster: pip install 'dendritic_lab[cluster]'") from None
@@ -122,20 +124,16 @@ def _optuna():
     return optuna
 
 
-def grid_of(search: dict[str, Range | list]) -> dict[str, list]:
-    "Every value of each parameter."
-    return {name: list(range(s.low, s.high + 1)) if isinstance(s, Range) else s for name, s in search.items()}
+def grid_of(search: dict[str, Range | list]) -> list[dict]:
+    "Every combination of values."
+    values = [range(s.low, s.high + 1) if isinstance(s, Range) else s for s in search.values()]
+    return [dict(zip(search, point)) for point in itertools.product(*values)]
 
 
 def open_study(sweep: Sweep, folder: Path):  # optuna.Study
     "The study of a sweep, which is made where it does not exist. Raises `UsageError` when it was made from another file or cannot be read."
     optuna = _optuna()
-    samplers = {"tpe": lambda: optuna.samplers.TPESampler(seed=sweep.seed, constant_liar=True), "random": lambda: optuna.samplers.RandomSampler(seed=sweep.seed),
-                "grid": lambda: optuna.samplers.GridSampler(grid_of(sweep.search), seed=sweep.seed)}
-    import warnings
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        sampler = samplers[sweep.sampler]()
+    sampler = optuna.samplers.TPESampler(seed=sweep.seed) if sweep.sampler == "tpe" else optuna.samplers.RandomSampler(seed=sweep.seed)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=sweep.prune[1], n_warmup_steps=0) if sweep.prune else optuna.pruners.NopPruner()
     try:
         backend = optuna.storages.journal
@@ -144,6 +142,8 @@ def open_study(sweep: Sweep, folder: Path):  # optuna.Study
     except (ValueError, ImportError, OSError, KeyError, optuna.exceptions.OptunaError, *_database_errors()) as e: raise UsageError(f"cannot open the storage of sweep {sweep.id}: {str(e).splitlines()[0]}") from None
     about = json.loads(json.dumps({"experiment": sweep.experiment.name, "profile": sweep.profile, "metric": sweep.metric, "parameters": sweep.parameters, "search": {k: vars(s) if isinstance(s, Range) else s for k, s in sweep.search.items()}}))
     if study.user_attrs.get("about", about) != about: raise UsageError(f"sweep {sweep.id} was started with another experiment, metric or search; rename {sweep.file.name} for a new one")
+    if sweep.sampler == "grid" and not study.user_attrs:
+        for point in grid_of(sweep.search): study.enqueue_trial(point)
     study.set_user_attr("about", about)
     return study
 
@@ -160,7 +160,7 @@ def suggest(trial, search: dict[str, Range | list]) -> dict:
         return (trial.suggest_int if s.whole else trial.suggest_float)(name, s.low, s.high, log=s.log)
     return {name: one(name, s) for name, s in search.items()}
 
-# %% ../../nbs/lab/13_sweep.ipynb #98a6fd43
+# %% ../../nbs/lab/13_sweep.ipynb #66f270a9
 class Search:
     "Runs trials of a study with an engine until there are as many as the file asks for."
 
@@ -171,7 +171,7 @@ class Search:
     def wanted(self) -> bool:
         "Whether another trial is to be started; failed ones do not count. A grid may be exhausted before."
         if len(self.open) >= self.engine.workers or self.failures >= MOST_FAILURES: return False
-        if hasattr(self.study.sampler, "is_exhausted") and self.study.sampler.is_exhausted(self.study): return False
+        if self.sweep.sampler == "grid" and not self.study.get_trials(deepcopy=False, states=(self.state.WAITING,)): return False
         return len(self.study.get_trials(deepcopy=False, states=(self.state.COMPLETE, self.state.PRUNED, self.state.RUNNING))) < self.sweep.trials
 
     def go(self):
@@ -261,18 +261,27 @@ def describe(sweep: Sweep, study) -> dict:
     importance = optuna.importance.get_param_importances(study, evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0)) if len(values) > 2 else {}
     return {"experiment": sweep.experiment.name, "profile": sweep.profile, "metric": sweep.metric, "direction": sweep.direction, "sampler": sweep.sampler, "trials": rows, "importance": dict(importance)}
 
-# %% ../../nbs/lab/13_sweep.ipynb #20bfb60e
+# %% ../../nbs/lab/13_sweep.ipynb #a1e24ebb
 def recover(study, folder: Path, out: Path, experiment: str, say=typer.echo):
     "Mark trials and runs as failed whose process is gone. It holds a lock while it lives; on another machine without this folder it cannot be asked, and its trials are left alone."
-    state = _optuna().trial.TrialState
-    for trial in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
-        held = folder / f"{trial.user_attrs.get('process', 'none')}.lock"
-        if not held.exists(): continue
+    state, gone = _optuna().trial.TrialState, set()
+    for held in folder.glob("process-*.lock"):
         try: FileLock(held).acquire(timeout=0).lock.release()
         except Timeout: continue
+        gone.add(held.stem)
+    for trial in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
+        if trial.user_attrs.get("process") not in gone: continue
         study.tell(trial.number, state=state.FAIL)
         say(f"trial {trial.number}: its process is gone")
+    for name in gone: _forget_process(folder, name)
     for folder in left_behind(out, experiment): mark_failed(folder)
+
+
+def _forget_process(folder: Path, name: str):
+    "Remove what a process of a sweep needed, and its log if there is nothing in it."
+    (folder / f"{name}.lock").unlink(missing_ok=True)
+    shutil.rmtree(folder / f"{name}-runtime", ignore_errors=True)
+    if (log := folder / f"{name}.log").exists() and not log.stat().st_size: log.unlink()
 
 
 def sweep(
@@ -282,8 +291,6 @@ def sweep(
     tracker: Annotated[str | None, typer.Option(help="Hand finished runs to wandb or trackio.")] = None,
 ):
     "Search an experiment's parameters with Optuna. Given again, it goes on; several processes may share it."
-    from rich.console import Console
-
     from dendritic_lab.lab.cli import _table
     if not 1 <= workers <= 1024: raise UsageError(f"--workers: expected 1 to 1024, got {workers}")
     send_to, wanted, out = find_tracker(tracker), read_sweep(file), Path(out or project_root() / "outputs").resolve()
@@ -293,9 +300,9 @@ def sweep(
     except OSError as e: raise UsageError(f"cannot write to {out}: {e.strerror}") from e
     study = open_study(wanted, folder)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    recover(study, folder, out, wanted.experiment.name)
     with FileLock(folder / f"{name}.lock"), LocalEngine(workers, folder / f"{name}.log") as engine:
         if (why := engine.refusal(wanted.resources)): raise UsageError(f"{wanted.experiment.name}: {why}")
-        recover(study, folder, out, wanted.experiment.name)
         search = Search(wanted, study, engine, out, name, tracker=send_to)
         try: search.go()
         except KeyboardInterrupt:
@@ -303,7 +310,7 @@ def sweep(
             engine.close()
             typer.echo(f"dendritic-lab: interrupted; go on with: dendritic-lab sweep {file}", err=True)
             raise typer.Exit(130) from None
-    (folder / f"{name}.lock").unlink(missing_ok=True)
+    _forget_process(folder, name)
     about = describe(wanted, study)
     best = sorted((t for t in about["trials"] if t["state"] == "complete"), key=lambda t: t["value"], reverse=wanted.direction == "maximize")[:5]
     number = lambda v: f"{v:.4g}" if isinstance(v, float) else str(v)

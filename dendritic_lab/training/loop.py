@@ -5,11 +5,13 @@
 # %% auto #0
 __all__ = ['parameter_groups', 'DivergenceError', 'Fit', 'Settings', 'fit', 'predict', 'accuracy', 'distillation_loss']
 
-# %% ../../nbs/training/02_loop.ipynb #f03e4b09
+# %% ../../nbs/training/02_loop.ipynb #87c0081c
+import atexit
 import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,15 +19,15 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, DistributedType, broadcast, set_seed
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import get_scheduler
 
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .progress import Progress
 
-# %% ../../nbs/training/02_loop.ipynb #dc07db9c
+# %% ../../nbs/training/02_loop.ipynb #8d2c29fe
 def parameter_groups(model: nn.Module, lr: float, learning_rates: dict[str, float], weight_decay: float) -> list[dict]:
     "Optimizer groups by learning rate and decay. Raises `ValueError` for a name that begins no parameter's."
     names = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -40,11 +42,11 @@ def parameter_groups(model: nn.Module, lr: float, learning_rates: dict[str, floa
         groups.setdefault((rate, decay), []).append(p)
     return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
 
-# %% ../../nbs/training/02_loop.ipynb #504040f8
+# %% ../../nbs/training/02_loop.ipynb #433a4576
 class DivergenceError(RuntimeError):
     "The loss became NaN or infinite."
 
-# %% ../../nbs/training/02_loop.ipynb #28713e47
+# %% ../../nbs/training/02_loop.ipynb #b53e325f
 @dataclass
 class Fit:
     "What a training run did."
@@ -55,7 +57,7 @@ class Fit:
     @property
     def seconds(self) -> float: return sum(row["seconds"] for row in self.history)
 
-# %% ../../nbs/training/02_loop.ipynb #5fca3146
+# %% ../../nbs/training/02_loop.ipynb #9f34ac01
 @dataclass(frozen=True)
 class Settings:
     "How to train. The founding documents' AdamW with linear decay is the default."
@@ -85,7 +87,7 @@ class Settings:
         if self.warmup > 1: raise ValueError(f"warmup is a share of all steps, at most 1, got {self.warmup}")
         if self.precision not in ("no", "bf16", "fp16"): raise ValueError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
 
-# %% ../../nbs/training/02_loop.ipynb #6648ecd6
+# %% ../../nbs/training/02_loop.ipynb #0e416b5e
 def fit(
     model: nn.Module,  # trained in place
     train: DataLoader,  # of dictionaries; each is passed as `model(**batch)`
@@ -105,36 +107,41 @@ def fit(
     if not isinstance(train, DataLoader): raise TypeError(f"train must be a torch DataLoader, got {type(train).__name__}")
     if len(train) == 0: raise ValueError("the training data are empty")
     if settings.patience is not None and evaluate is None: raise ValueError("patience needs an evaluate function")
-    accelerator = _accelerator(settings, tuple(trackers), tracker_dir, cpu)
+    accelerator = _accelerator(settings, tuple(trackers), tracker_dir, cpu, loss is not None)
     optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, settings.learning_rates, settings.weight_decay), fused=True)
     steps = settings.epochs * math.ceil(len(train) / settings.accumulation)
     scheduler = get_scheduler(settings.schedule, optimizer, round(settings.warmup * steps), steps)
+    if accelerator.num_processes > 1 and loss is not None: model, loss = _LossModule(model, loss), None
+    sampler, order = train.sampler, getattr(train.sampler, "generator", None)
     model, optimizer, train, scheduler = accelerator.prepare(model, optimizer, train, scheduler)
+    if isinstance(sampler, RandomSampler): sampler.generator = order  # accelerate gives it one where there are several processes; the order is to be that of one
     run = _Run(accelerator, model, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None)
     try:
         run.resume()
-        with Progress(settings.epochs * len(train), description) as bar:
+        with Progress(settings.epochs * len(train), description, silent=not accelerator.is_main_process) as bar:
             bar.step(run.epoch * len(train))
             while run.epoch < settings.epochs and not run.patience_spent(): run.one_epoch(train, loss, evaluate, bar)
         run.restore_best()
     finally:
         accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
-        accelerator.end_training()
+        for tracker in accelerator.trackers: tracker.finish()
     return run.fit
 
-# %% ../../nbs/training/02_loop.ipynb #010db7e6
-def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str | Path, cpu: bool) -> Accelerator:
+# %% ../../nbs/training/02_loop.ipynb #32e96eb5
+def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str | Path, cpu: bool, own_loss: bool) -> Accelerator:  # own_loss may use only a part of the model
     known = [str(getattr(t, "value", t)) for t in get_available_trackers()]
     for tracker in trackers:
         if tracker not in known: raise ValueError(f"tracker {tracker!r} is not installed; installed: {', '.join(known) or 'none'}")
     AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(cpu=cpu, mixed_precision=settings.precision, gradient_accumulation_steps=settings.accumulation,
-                              log_with=list(trackers) or None, project_dir=str(tracker_dir))
+    accelerator = Accelerator(cpu=cpu, mixed_precision=settings.precision, gradient_accumulation_steps=settings.accumulation, log_with=list(trackers) or None, project_dir=str(tracker_dir),
+                              dataloader_config=DataLoaderConfiguration(split_batches=True), kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=own_loss)])
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU): raise ValueError(f"fit works in one process or data parallel, not with {accelerator.distributed_type.value}")
+    if accelerator.num_processes > 1: _leave_process_group_at_exit()
     plain = {k: v for k, v in vars(settings).items() if isinstance(v, (int, float, str, bool))}
     if trackers: accelerator.init_trackers("dendritic_lab", config=plain)
     return accelerator
 
-# %% ../../nbs/training/02_loop.ipynb #a5501fef
+# %% ../../nbs/training/02_loop.ipynb #aa72ba79
 class _Run:
     def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None):
         self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
@@ -142,7 +149,9 @@ class _Run:
         self.fit, self.epoch, self.step, self.best = Fit(), 0, 0, None
 
     @property
-    def bare(self) -> nn.Module: return self.accelerator.unwrap_model(self.model)
+    def bare(self) -> nn.Module:
+        model = self.accelerator.unwrap_model(self.model)
+        return model.model if isinstance(model, _LossModule) else model
 
     def one_epoch(self, train, loss, evaluate, bar: Progress):
         "Train on every batch once, evaluate, remember the best weights, save."
@@ -150,16 +159,19 @@ class _Run:
         _seed_epoch(train, self.settings.seed, self.epoch)
         self.model.train()
         for batch in train:
+            if not batches and self.accelerator.process_index: torch.manual_seed(torch.initial_seed() + 7919 * self.accelerator.process_index)  # the order is drawn; from here on each process has its own dropout
             total, batches = total + self.one_step(batch, loss), batches + 1
             bar.step(loss=total / batches)
         self.epoch += 1
         row = {"epoch": self.epoch, "step": self.step, "loss": total / batches, "lr": self.scheduler.get_last_lr()[0]}
         if evaluate is not None:
             self.model.eval()
-            with torch.no_grad(): figures = evaluate(self.bare)
+            with torch.no_grad(): figures = self.agree(evaluate(self.bare))
             self.keep_if_best(figures)
-            bar.show(**{self.settings.monitor: figures[self.settings.monitor]})
+            bar.show(**{self.settings.monitor: figures[self.settings.monitor]}, best=self.fit.best_score)
             row |= {f"validation_{k}" if k in row or k == "seconds" else k: v for k, v in figures.items()}
+        bar.show(epoch=self.epoch)
+        bar.report()
         self.fit.history.append(row | {"seconds": time.perf_counter() - start})
         self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
         self.save()
@@ -167,8 +179,8 @@ class _Run:
     def one_step(self, batch: dict, loss) -> float:
         "Forward, backward and, at the end of an accumulation window, an optimizer step. Returns the loss."
         with self.accelerator.accumulate(self.model):
-            value = self.model(**batch).loss if loss is None else loss(self.model, batch)
-            number = value.item()
+            value = self.value(batch, loss)
+            number = self.mean(value.detach())
             self.check_finite(number, "loss")
             self.accelerator.backward(value)
             if self.accelerator.sync_gradients:
@@ -179,6 +191,19 @@ class _Run:
             self.scheduler.step()
             self.optimizer.zero_grad()
         return number
+
+    def value(self, batch: dict, loss) -> Tensor:
+        if isinstance(self.accelerator.unwrap_model(self.model), _LossModule): return self.model(batch)
+        return self.model(**batch).loss if loss is None else loss(self.model, batch)
+
+    def mean(self, value: Tensor) -> float:
+        "The mean over processes, each of which has an equal part of the batch."
+        return (value if self.accelerator.num_processes == 1 else self.accelerator.reduce(value, "mean")).item()
+
+    def agree(self, figures: dict[str, float]) -> dict[str, float]:
+        "The figures of the first process, in all: what is best must not depend on who looks."
+        if self.accelerator.num_processes == 1: return figures
+        return dict(zip(figures, broadcast(torch.tensor([float(v) for v in figures.values()], dtype=torch.float64, device=self.accelerator.device)).tolist()))
 
     def check_finite(self, number: float, what: str):
         if math.isfinite(number): return
@@ -197,7 +222,11 @@ class _Run:
         return self.settings.patience is not None and self.best is not None and self.epoch - self.fit.best_epoch >= self.settings.patience
 
     def save(self):
-        if self.checkpoint is None or not self.accelerator.is_main_process: return
+        if self.checkpoint is None: return
+        if self.accelerator.is_main_process: self.write()
+        self.accelerator.wait_for_everyone()
+
+    def write(self):
         state = {"settings": vars(self.settings), "batches": self.batches, "epoch": self.epoch, "step": self.step, "fit": vars(self.fit), "scheduler": _plain(self.scheduler.state_dict()),
                  "loss_scale": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()}
         save_checkpoint(self.checkpoint, self.bare, self.best, self.optimizer.optimizer, state)
@@ -205,7 +234,7 @@ class _Run:
     def resume(self):
         "Go on from the checkpoint, where there is one."
         if self.checkpoint is None or not (self.checkpoint.exists() or self.checkpoint.with_name(self.checkpoint.name + ".old").exists()): return
-        state, self.best = load_checkpoint(self.checkpoint, self.bare, self.optimizer.optimizer, self.check_state)
+        with self.accelerator.main_process_first(): state, self.best = load_checkpoint(self.checkpoint, self.bare, self.optimizer.optimizer, self.check_state)
         self.epoch, self.step, self.fit = state["epoch"], state["step"], Fit(**state["fit"])
         self.scheduler.load_state_dict(state["scheduler"])
         if state["loss_scale"]: self.accelerator.scaler.load_state_dict(state["loss_scale"])
@@ -221,6 +250,20 @@ class _Run:
         else: self.fit.best_epoch = self.epoch
 
 
+class _LossModule(nn.Module):
+    "A model with its loss, so that data-parallel training sees all that the loss does with the model."
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, dict], Tensor]):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: dict) -> Tensor: return self.loss(self.model, batch)
+
+
+@cache
+def _leave_process_group_at_exit(): atexit.register(lambda: torch.distributed.is_initialized() and torch.distributed.destroy_process_group())
+
+
 def _seed_epoch(train: DataLoader, seed: int, epoch: int):
     "Seed every generator that an epoch draws from, so that it does not matter what ran before it."
     set_seed(seed * 1_000_003 % 2**31 + epoch)
@@ -230,7 +273,7 @@ def _seed_epoch(train: DataLoader, seed: int, epoch: int):
 
 def _plain(state: dict) -> dict: return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list))}
 
-# %% ../../nbs/training/02_loop.ipynb #d9955176
+# %% ../../nbs/training/02_loop.ipynb #b8efe756
 @torch.no_grad()
 def predict(
     model: nn.Module,
@@ -250,7 +293,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:  # (rows, num_labels), (r
     if logits.ndim != 2 or not len(logits) or labels.shape != logits.shape[:1]: raise ValueError(f"expected logits (rows, classes) and labels (rows,), got {tuple(logits.shape)} and {tuple(labels.shape)}")
     return (logits.argmax(-1) == labels).float().mean().item()
 
-# %% ../../nbs/training/02_loop.ipynb #c76e2fdf
+# %% ../../nbs/training/02_loop.ipynb #1254f02f
 def distillation_loss(
     logits: Tensor,  # (batch, classes) of the student
     teacher_logits: Tensor,  # (batch, classes)
