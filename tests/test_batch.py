@@ -303,3 +303,8 @@ def test_nothing_is_loaded_unsafely(root):
 def test_a_yaml_bomb_is_refused_at_once(tmp_path):
     (tmp_path / "bomb.yaml").write_text("a: &a [x, x]\n" + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}, *{chr(97 + i)}]\n" for i in range(20)))
     with pytest.raises(UsageError, match="line 2: expected no alias"): read_yaml(tmp_path / "bomb.yaml")
+
+
+def test_the_slurm_recipe_is_valid_shell(root):
+    recipe = root / "slurm/ray_batch.sh"
+    assert os.access(recipe, os.X_OK) and subprocess.run(["bash", "-n", recipe], capture_output=True).returncode == 0
