@@ -61,6 +61,8 @@ COMMANDS = {
     "run: an empty name": (["run", ""], "no experiment"),
     "run: a path": (["run", "../tiny"], "no experiment"),
     "run: a notebook from elsewhere": (["run", "/elsewhere/tiny.ipynb"], "no experiment"),
+    "run: a notebook that is not there": (["run", "gone.ipynb", "--trust"], "is not a readable notebook"),
+    "run: a file that is no notebook": (["run", "file", "--trust"], "is not a readable notebook"),
     "run: a null byte": (["run", "a\0b"], "no experiment"),
     "run: unknown profile": (["run", "tiny", "--profile", "fulll"], "no profile"),
     "run: unknown parameter": (["run", "tiny", "-p", "sed=1"], "did you mean 'seed'"),

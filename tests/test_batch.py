@@ -295,6 +295,18 @@ def test_parameters_reach_the_notebook_as_data_and_the_report_as_text(make_check
     assert "&lt;script&gt;alert(1)" in page and "<script>alert" not in page
 
 
+def test_a_notebook_from_elsewhere_needs_a_flag(checkout, lab, tmp_path):
+    made = checkout()
+    outside = tmp_path / "outside.ipynb"
+    outside.write_text((made / "nbs/experiments/tiny.ipynb").read_text())
+    (made / "nbs/experiments/linked.ipynb").symlink_to(outside)
+    (made / "many.yaml").write_text("experiments: linked\nprofiles: smoke\n")
+    for words in (["run", str(outside)], ["run", "linked"], ["batch", "many.yaml"]): assert lab(made, *words).returncode == 2
+    assert "--trust" in lab(made, "run", "linked").stderr and not (made / "outputs").exists()
+    done = lab(made, "run", str(outside), "--trust", "--profile", "smoke")
+    assert done.returncode == 0 and len(list((made / "outputs/outside").iterdir())) == 1, done.stderr
+
+
 def test_nothing_is_loaded_unsafely(root):
     source = "\n".join(p.read_text() for p in (root / "dendritic_lab").rglob("*.py"))
     assert not [word for word in ("pickle.load(", "pickle.dump(", "joblib.load", "allow_pickle=True", "yaml.load(", "weights_only=False", "shell=True") if word in source]

@@ -121,7 +121,7 @@ class _Watcher:
         try: return json.loads(lines[-1]) if lines else None
         except ValueError: return None   # caught while the line was being written
 
-# %% ../../nbs/lab/06_cli.ipynb #4567b56f
+# %% ../../nbs/lab/06_cli.ipynb #aeb6e49c
 @app.command()
 def run(
     experiment: Annotated[str, typer.Argument(help="Name of the experiment; see `dendritic-lab list`.")],
@@ -129,13 +129,14 @@ def run(
     param: Annotated[list[str], typer.Option("-p", "--param", metavar="NAME=VALUE", help="A parameter that differs from the profile's; repeat for more.")] = [],
     data: Annotated[str | None, typer.Option(help="Where data come from: auto, local, hub or embedded.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run; default: outputs/ of the checkout.")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="EXPERIMENT is the path of a notebook from elsewhere, whose code you know.")] = False,
 ):
     "Run an experiment into a folder of its own and print its figures."
-    from dendritic_lab.lab.experiments import find_experiment
+    from dendritic_lab.lab.experiments import Experiment, find_experiment
     with _clear_errors():
         given = _parse(param)
         if data is not None: given["data"] = data
-        found = find_experiment(experiment)
+        found = Experiment(Path(experiment).resolve()) if trust else find_experiment(experiment)
         found.resolve(profile, given)  # refuse before the slow imports
         from dendritic_lab.lab.record import read_metrics
         from dendritic_lab.lab.runs import RunFailed, run_experiment

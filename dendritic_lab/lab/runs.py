@@ -140,7 +140,7 @@ def start_run(experiment: Experiment, profile: str, parameters: dict, out: Path)
     except OSError as e: raise UsageError(f"cannot write to {out}: {e.strerror}") from e
     return Run(experiment, profile, parameters, folder.resolve())
 
-# %% ../../nbs/lab/03_runs.ipynb #7be3d5ff
+# %% ../../nbs/lab/03_runs.ipynb #72621b4f
 def run_experiment(
     experiment: Experiment,
     profile: str = "smoke",
@@ -151,7 +151,7 @@ def run_experiment(
 ) -> Path:  # the finished folder
     "Run an experiment. Raises `UsageError` before it starts, `RunFailed` after; an interrupt leaves a failed folder too."
     parameters = experiment.resolve(profile, given)
-    root = experiment.notebook.parents[2]
+    root = experiment.root
     run = start_run(experiment, profile, parameters, Path(out) if out else root / "outputs")
     try:
         run.status("running")

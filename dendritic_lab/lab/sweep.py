@@ -241,14 +241,14 @@ def intermediate(path: Path, figure: str) -> list[float]:
     found = {(line["task"], line["epoch"]): line[figure] for line in read_progress(path) if "epoch" in line and isinstance(line.get(figure), (int, float))}
     return list(found.values())
 
-# %% ../../nbs/lab/13_sweep.ipynb #8d2431b4
+# %% ../../nbs/lab/13_sweep.ipynb #bf783f22
 CELLS = [
     ("code", "import json\nfrom pathlib import Path\n\nimport matplotlib.pyplot as plt\nimport pandas as pd\nimport seaborn as sns"),
     ("code", "sns.set_theme(style=\"whitegrid\", context=\"notebook\", palette=\"colorblind\")\nabout = json.loads(Path(\"sweep.json\").read_text())\ntrials = pd.DataFrame(about[\"trials\"])\ncomplete = trials[trials.state == \"complete\"]\npd.Series({k: about[k] for k in (\"experiment\", \"profile\", \"metric\", \"direction\", \"sampler\")} | trials.state.value_counts().to_dict(), name=\"sweep\").to_frame()"),
     ("markdown", "## Best trials\n\nThe best of many noisy values is too good: run the chosen parameters again with other seeds before reporting a figure."),
     ("code", "complete.sort_values(\"value\", ascending=about[\"direction\"] == \"minimize\").head(10)"),
     ("markdown", "## History"),
-    ("code", "figure, axis = plt.subplots(figsize=(7, 3.5))\nsns.scatterplot(complete, x=\"trial\", y=\"value\", ax=axis)\nbest = complete.value.cummax() if about[\"direction\"] == \"maximize\" else complete.value.cummin()\naxis.step(complete.trial, best, where=\"post\", color=\"0.4\", label=\"best so far\")\naxis.set(ylabel=about[\"metric\"])\naxis.legend()\nplt.show()"),
+    ("code", "figure, axis = plt.subplots(figsize=(7, 3.5))\nsns.scatterplot(complete, x=\"trial\", y=\"value\", ax=axis)\nbest = complete.value.cummax() if about[\"direction\"] == \"maximize\" else complete.value.cummin()\naxis.step(complete.trial, best, where=\"post\", color=\"0.4\", label=\"best so far\")\naxis.set(ylabel=about[\"metric\"])\naxis.xaxis.get_major_locator().set_params(integer=True)\naxis.legend()\nplt.show()"),
     ("markdown", "## Importance\n\nShare of the variance of the metric that each parameter explains (fANOVA, Hutter et al. 2014)."),
     ("code", "importance = pd.Series(about[\"importance\"], dtype=float)\nif len(importance):\n    figure, axis = plt.subplots(figsize=(7, 0.5 * len(importance) + 1))\n    sns.barplot(x=importance.values, y=importance.index, ax=axis)\n    axis.set(xlabel=\"share of variance\", xlim=(0, 1))\n    plt.show()\nelse: print(\"Too few complete trials, or all with the same value.\")")]
 
