@@ -87,7 +87,7 @@ class Settings:
         if self.warmup > 1: raise ValueError(f"warmup is a share of all steps, at most 1, got {self.warmup}")
         if self.precision not in ("no", "bf16", "fp16"): raise ValueError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
 
-# %% ../../nbs/training/02_loop.ipynb #0e416b5e
+# %% ../../nbs/training/02_loop.ipynb #b5cb425c
 def fit(
     model: nn.Module,  # trained in place
     train: DataLoader,  # of dictionaries; each is passed as `model(**batch)`
@@ -107,7 +107,7 @@ def fit(
     if not isinstance(train, DataLoader): raise TypeError(f"train must be a torch DataLoader, got {type(train).__name__}")
     if len(train) == 0: raise ValueError("the training data are empty")
     if settings.patience is not None and evaluate is None: raise ValueError("patience needs an evaluate function")
-    accelerator = _accelerator(settings, tuple(trackers), tracker_dir, cpu, loss is not None)
+    accelerator = _accelerator(settings, tuple(trackers), tracker_dir, cpu)
     optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, settings.learning_rates, settings.weight_decay), fused=True)
     steps = settings.epochs * math.ceil(len(train) / settings.accumulation)
     scheduler = get_scheduler(settings.schedule, optimizer, round(settings.warmup * steps), steps)
@@ -127,14 +127,14 @@ def fit(
         for tracker in accelerator.trackers: tracker.finish()
     return run.fit
 
-# %% ../../nbs/training/02_loop.ipynb #32e96eb5
-def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str | Path, cpu: bool, own_loss: bool) -> Accelerator:  # own_loss may use only a part of the model
+# %% ../../nbs/training/02_loop.ipynb #fb3afcb8
+def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str | Path, cpu: bool) -> Accelerator:
     known = [str(getattr(t, "value", t)) for t in get_available_trackers()]
     for tracker in trackers:
         if tracker not in known: raise ValueError(f"tracker {tracker!r} is not installed; installed: {', '.join(known) or 'none'}")
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=cpu, mixed_precision=settings.precision, gradient_accumulation_steps=settings.accumulation, log_with=list(trackers) or None, project_dir=str(tracker_dir),
-                              dataloader_config=DataLoaderConfiguration(split_batches=True), kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=own_loss)])
+                              dataloader_config=DataLoaderConfiguration(split_batches=True), kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])  # the scorers of a dense phase, for one
     if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU): raise ValueError(f"fit works in one process or data parallel, not with {accelerator.distributed_type.value}")
     if accelerator.num_processes > 1: _leave_process_group_at_exit()
     plain = {k: v for k, v in vars(settings).items() if isinstance(v, (int, float, str, bool))}
@@ -273,7 +273,7 @@ def _seed_epoch(train: DataLoader, seed: int, epoch: int):
 
 def _plain(state: dict) -> dict: return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list))}
 
-# %% ../../nbs/training/02_loop.ipynb #b8efe756
+# %% ../../nbs/training/02_loop.ipynb #274df02b
 @torch.no_grad()
 def predict(
     model: nn.Module,
@@ -293,7 +293,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:  # (rows, num_labels), (r
     if logits.ndim != 2 or not len(logits) or labels.shape != logits.shape[:1]: raise ValueError(f"expected logits (rows, classes) and labels (rows,), got {tuple(logits.shape)} and {tuple(labels.shape)}")
     return (logits.argmax(-1) == labels).float().mean().item()
 
-# %% ../../nbs/training/02_loop.ipynb #1254f02f
+# %% ../../nbs/training/02_loop.ipynb #6195b63d
 def distillation_loss(
     logits: Tensor,  # (batch, classes) of the student
     teacher_logits: Tensor,  # (batch, classes)
