@@ -6,7 +6,7 @@
 __all__ = ['app', 'data_app', 'list_experiments', 'run', 'show_figures', 'data_status', 'data_fetch', 'doctor', 'claims', 'stage',
            'main']
 
-# %% ../../nbs/lab/06_cli.ipynb #1c578e21
+# %% ../../nbs/lab/06_cli.ipynb #67248301
 import json
 import signal
 import threading
@@ -17,13 +17,19 @@ from typing import Annotated, NoReturn
 
 import typer
 
-# %% ../../nbs/lab/06_cli.ipynb #d4729453
+from .compare import compare
+from .driver import batch
+from .sweep import sweep
+from .verify import clean, verify
+from .watch import watch
+
+# %% ../../nbs/lab/06_cli.ipynb #20daf745
 app = typer.Typer(name="dendritic-lab", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Run experiments on neural networks inspired by dendrites, and compare them with what was claimed.")
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Data sets: what is there, and fetching what packages carry.")
 app.add_typer(data_app, name="data")
 
-# %% ../../nbs/lab/06_cli.ipynb #ce0ff017
+# %% ../../nbs/lab/06_cli.ipynb #ec6765da
 def _stop(message: str, code: int) -> NoReturn:
     typer.echo(f"dendritic-lab: {message}", err=True)
     raise typer.Exit(code)
@@ -51,7 +57,7 @@ def _table(title: str, columns: list[str], rows: list[list[str]]):
     if not console.is_terminal: console = Console(width=240)
     console.print(table)
 
-# %% ../../nbs/lab/06_cli.ipynb #0a6e32b7
+# %% ../../nbs/lab/06_cli.ipynb #84dc19a3
 @app.command("list")
 def list_experiments():
     "List the experiments with their question, profiles and parameters."
@@ -61,7 +67,7 @@ def list_experiments():
             rows = [[p.name, p.type, str(p.default), p.help + (f" ({p.allowed})" if p.allowed else "")] for p in e.parameters.values()]
             _table(f"{name}: {e.question}\nprofiles: {', '.join(e.profiles)}", ["parameter", "type", "smoke", "meaning"], rows)
 
-# %% ../../nbs/lab/06_cli.ipynb #19414ad4
+# %% ../../nbs/lab/06_cli.ipynb #41c0002e
 def _parse(pairs: list[str]) -> dict[str, str]:
     "name=value pairs of -p."
     from dendritic_lab.lab.experiments import UsageError
@@ -73,7 +79,7 @@ def _parse(pairs: list[str]) -> dict[str, str]:
         given[name] = value
     return given
 
-# %% ../../nbs/lab/06_cli.ipynb #74320fca
+# %% ../../nbs/lab/06_cli.ipynb #2a7f1304
 class _Watcher:
     "Shows the progress of a run until it is left."
 
@@ -115,7 +121,7 @@ class _Watcher:
         try: return json.loads(lines[-1]) if lines else None
         except ValueError: return None   # caught while the line was being written
 
-# %% ../../nbs/lab/06_cli.ipynb #baa16693
+# %% ../../nbs/lab/06_cli.ipynb #aeb6e49c
 @app.command()
 def run(
     experiment: Annotated[str, typer.Argument(help="Name of the experiment; see `dendritic-lab list`.")],
@@ -123,13 +129,14 @@ def run(
     param: Annotated[list[str], typer.Option("-p", "--param", metavar="NAME=VALUE", help="A parameter that differs from the profile's; repeat for more.")] = [],
     data: Annotated[str | None, typer.Option(help="Where data come from: auto, local, hub or embedded.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run; default: outputs/ of the checkout.")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="EXPERIMENT is the path of a notebook from elsewhere, whose code you know.")] = False,
 ):
     "Run an experiment into a folder of its own and print its figures."
-    from dendritic_lab.lab.experiments import find_experiment
+    from dendritic_lab.lab.experiments import Experiment, find_experiment
     with _clear_errors():
         given = _parse(param)
         if data is not None: given["data"] = data
-        found = find_experiment(experiment)
+        found = Experiment(Path(experiment).resolve()) if trust else find_experiment(experiment)
         found.resolve(profile, given)  # refuse before the slow imports
         from dendritic_lab.lab.record import read_metrics
         from dendritic_lab.lab.runs import RunFailed, run_experiment
@@ -160,7 +167,7 @@ def show_figures(metrics: list[dict], title: str):
     cell = lambda row, kind: "" if kind not in row else show(row[kind]) if one[kind] else f"{show(row[kind])} {row[kind]['unit']}"
     _table(title, ["", *(f"{kind}, {min(of)}" if one[kind] else kind for kind, of in units.items())], [[subject, *(cell(row, kind) for kind in units)] for subject, row in cells.items()])
 
-# %% ../../nbs/lab/06_cli.ipynb #4a48a25f
+# %% ../../nbs/lab/06_cli.ipynb #4b1cdd94
 @data_app.command("status")
 def data_status():
     "Which data set can come from which source."
@@ -176,7 +183,7 @@ def data_fetch():
     from dendritic_lab.data.sources import FILM_REVIEWS, fetch
     with _clear_errors(): typer.echo(f"{fetch(FILM_REVIEWS)}  sha256 ok")
 
-# %% ../../nbs/lab/06_cli.ipynb #789c6708
+# %% ../../nbs/lab/06_cli.ipynb #407027e3
 @app.command()
 def doctor():
     "Look at Python, torch, GPU, triton, torchvision, data and quarto. Exits 1 when something that is needed is broken."
@@ -198,14 +205,17 @@ def claims(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
     _table("claims of the founding documents", ["claim", "claimed", "unit", "status", "measured here", "run"],
            [[v.claim["id"], short(v.claim["value"]), v.claim["unit"], v.status, v.measured, v.run or ""] for v in verdicts])
 
-# %% ../../nbs/lab/06_cli.ipynb #3d9ecdc4
+# %% ../../nbs/lab/06_cli.ipynb #1d90aeb3
+for command in (batch, compare, sweep, watch, verify, clean): app.command()(_clear_errors()(command))
+
+# %% ../../nbs/lab/06_cli.ipynb #e3e64df2
 @app.command(hidden=True)
 def stage(readme: Annotated[bool, typer.Option(help="Write README's results table instead.")] = False):
     "Prepare the site's pages in docs/."
     from dendritic_lab.lab.site import stage, update_readme
     with _clear_errors(): update_readme() if readme else stage()
 
-# %% ../../nbs/lab/06_cli.ipynb #2727ceef
+# %% ../../nbs/lab/06_cli.ipynb #65dc00d4
 def main():
     "Entry point of the `dendritic-lab` command."
     app()

@@ -6,7 +6,7 @@
 __all__ = ['TYPES', 'LISTS', 'UsageError', 'project_root', 'Parameter', 'read_parameters', 'Experiment', 'find_experiments',
            'find_experiment']
 
-# %% ../../nbs/lab/00_experiments.ipynb #fe071ac2
+# %% ../../nbs/lab/00_experiments.ipynb #30ff54f9
 import ast
 import difflib
 import math
@@ -17,11 +17,11 @@ from pathlib import Path
 
 import yaml
 
-# %% ../../nbs/lab/00_experiments.ipynb #22400cd1
+# %% ../../nbs/lab/00_experiments.ipynb #427d4437
 class UsageError(ValueError):
     "What the user asked for cannot be; the message says what can."
 
-# %% ../../nbs/lab/00_experiments.ipynb #4a29e47c
+# %% ../../nbs/lab/00_experiments.ipynb #c96534c9
 def project_root() -> Path:
     "The checkout: the nearest folder with `settings.ini` and `nbs/experiments`, from here upwards, else the one the package lies in."
     for start in (Path.cwd(), Path(__file__).resolve() if "__file__" in globals() else Path.cwd()):
@@ -29,7 +29,7 @@ def project_root() -> Path:
             if (folder / "settings.ini").is_file() and (folder / "nbs/experiments").is_dir(): return folder
     raise UsageError("found no dendritic_lab checkout from here upwards: run this inside one (it has settings.ini and nbs/experiments)")
 
-# %% ../../nbs/lab/00_experiments.ipynb #c57523d8
+# %% ../../nbs/lab/00_experiments.ipynb #763bcb62
 TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 LISTS = tuple(f"list[{t}]" for t in TYPES)
 
@@ -72,7 +72,7 @@ class Parameter:
     def _wrong_type(self, value):
         raise self._refuse(value, {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}[self.type])
 
-# %% ../../nbs/lab/00_experiments.ipynb #f8491772
+# %% ../../nbs/lab/00_experiments.ipynb #453fc2ab
 def read_parameters(source: str, where: str) -> dict[str, Parameter]:  # `where` is for error messages
     "Parameters of a parameters cell, in order. Every line must be `name: type = literal  # help`."
     lines, parameters = source.splitlines(), {}
@@ -91,7 +91,7 @@ def read_parameters(source: str, where: str) -> dict[str, Parameter]:  # `where`
         parameters[name].check(parameters[name].default)
     return parameters
 
-# %% ../../nbs/lab/00_experiments.ipynb #5d97658f
+# %% ../../nbs/lab/00_experiments.ipynb #ad988a79
 @dataclass(frozen=True)
 class Experiment:
     "A parameterised notebook and its profiles."
@@ -99,6 +99,12 @@ class Experiment:
 
     @property
     def name(self) -> str: return self.notebook.stem
+
+    @property
+    def root(self) -> Path:
+        "The checkout that it lies in; for a notebook from elsewhere the one around the current folder."
+        folder = self.notebook.parent
+        return folder.parents[1] if folder.parts[-2:] == ("nbs", "experiments") else project_root()
 
     @cached_property
     def cells(self) -> list:
@@ -150,7 +156,7 @@ def _nearest(wrong: str, known) -> str:
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"{hint} Known: {', '.join(known)}" if hint else f"; known: {', '.join(known)}"
 
-# %% ../../nbs/lab/00_experiments.ipynb #4f816fe2
+# %% ../../nbs/lab/00_experiments.ipynb #ae4466ad
 def find_experiments(root: Path | None = None) -> dict[str, Experiment]:
     "All experiments of the checkout, by name."
     notebooks = sorted((root or project_root()).glob("nbs/experiments/[!_.]*.ipynb"))
@@ -161,4 +167,6 @@ def find_experiment(name: str, root: Path | None = None) -> Experiment:
     "One experiment by name. Raises `UsageError` with the nearest name for an unknown one."
     known = find_experiments(root)
     if name not in known: raise UsageError(f"no experiment {name!r}{_nearest(name, known)}" if known else "this checkout has no experiments")
+    real = known[name].notebook.resolve()
+    if real.parent != known[name].notebook.parent.resolve(): raise UsageError(f"{name} is a link to a notebook from elsewhere, {real}: `run --trust` with that path runs it, if you know what is in it")
     return known[name]

@@ -6,7 +6,7 @@
 __all__ = ['OWN_CELLS', 'RunFailed', 'describe_environment', 'describe_hardware', 'execute', 'first_unfinished', 'Run',
            'start_run', 'run_experiment', 'forget_paths']
 
-# %% ../../nbs/lab/03_runs.ipynb #78b5c31a
+# %% ../../nbs/lab/03_runs.ipynb #64d9ecd7
 import importlib.metadata
 import json
 import os
@@ -16,6 +16,7 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,7 +28,7 @@ from .experiments import Experiment, UsageError, project_root
 from .record import MetricsError, read_metrics
 from .report import write_html
 
-# %% ../../nbs/lab/03_runs.ipynb #191e7dad
+# %% ../../nbs/lab/03_runs.ipynb #38fc2dca
 class RunFailed(RuntimeError):
     "A run did not complete. `cell` is the number of the cell that failed (or None) and `folder` what is left to look at."
     def __init__(self, reason: str, folder: Path, cell: int | None = None):
@@ -37,7 +38,7 @@ class RunFailed(RuntimeError):
     @property
     def notebook(self) -> Path: return self.folder / "report.ipynb"
 
-# %% ../../nbs/lab/03_runs.ipynb #6ef61b9c
+# %% ../../nbs/lab/03_runs.ipynb #9817e182
 def describe_environment(root: Path) -> dict:
     "Versions of installed packages, the code's commit and the hardware."
     return {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}",
@@ -65,7 +66,7 @@ def _cpu_name() -> str:
     except OSError: return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
 
-# %% ../../nbs/lab/03_runs.ipynb #8d63bdf8
+# %% ../../nbs/lab/03_runs.ipynb #95cd8c1c
 def execute(notebook: Path, output: Path, parameters: dict, environment: dict[str, str], log: Path, on_cell: Callable[[int, int], None]):
     "Run `notebook` through papermill into `output`. Raises what papermill raises."
     import papermill
@@ -86,7 +87,7 @@ def execute(notebook: Path, output: Path, parameters: dict, environment: dict[st
     papermill_engines.register("dendritic_lab", ReportingEngine)
     papermill.execute_notebook(notebook, output, parameters, engine_name="dendritic_lab", progress_bar=False, cwd=output.parent)
 
-# %% ../../nbs/lab/03_runs.ipynb #367c029a
+# %% ../../nbs/lab/03_runs.ipynb #d48a8c66
 OWN_CELLS = {"injected-parameters", "papermill-error-cell-tag"}  # tags of the cells that papermill adds
 
 
@@ -103,7 +104,7 @@ def first_unfinished(notebook: Path) -> tuple[int, str] | None:  # number of the
         if cell["metadata"].get("papermill", {}).get("status") != "completed" or cell["execution_count"] is None: return number, "it was not completed"
     return None
 
-# %% ../../nbs/lab/03_runs.ipynb #54d73e70
+# %% ../../nbs/lab/03_runs.ipynb #c51417b3
 @dataclass
 class Run:
     "A run's folder and what it is doing."
@@ -130,7 +131,7 @@ class Run:
         try: return self.folder.rename(self.finished.with_suffix(".failed"))
         except OSError: return self.folder
 
-# %% ../../nbs/lab/03_runs.ipynb #88829bf7
+# %% ../../nbs/lab/03_runs.ipynb #40128f29
 def start_run(experiment: Experiment, profile: str, parameters: dict, out: Path) -> Run:
     "Make the folder of a run; two runs started at once get two folders. Raises `UsageError` when it cannot be written."
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
@@ -139,7 +140,7 @@ def start_run(experiment: Experiment, profile: str, parameters: dict, out: Path)
     except OSError as e: raise UsageError(f"cannot write to {out}: {e.strerror}") from e
     return Run(experiment, profile, parameters, folder.resolve())
 
-# %% ../../nbs/lab/03_runs.ipynb #46431ad9
+# %% ../../nbs/lab/03_runs.ipynb #72621b4f
 def run_experiment(
     experiment: Experiment,
     profile: str = "smoke",
@@ -150,7 +151,7 @@ def run_experiment(
 ) -> Path:  # the finished folder
     "Run an experiment. Raises `UsageError` before it starts, `RunFailed` after; an interrupt leaves a failed folder too."
     parameters = experiment.resolve(profile, given)
-    root = experiment.notebook.parents[2]
+    root = experiment.root
     run = start_run(experiment, profile, parameters, Path(out) if out else root / "outputs")
     try:
         run.status("running")
@@ -166,13 +167,15 @@ def run_experiment(
         if isinstance(e, Exception): raise RunFailed(f"{type(e).__name__}: {e}", folder) from e   # a report that cannot be rendered, a kernel that does not start
         raise
 
-# %% ../../nbs/lab/03_runs.ipynb #81c59bf3
+# %% ../../nbs/lab/03_runs.ipynb #2e8d71ec
 def _execute(run: Run, root: Path, on_cell: Callable[[int, int], None]) -> Path:
     "The middle of `run_experiment`: environment, notebook, checks, report."
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
     started, folder, position = time.time(), run.folder, [0]
-    environment = describe_environment(root)
+    thread = ThreadPoolExecutor(1)
+    described = thread.submit(describe_environment, root)  # imports torch, which takes seconds, while the kernel starts
+    thread.shutdown(wait=False)
     variables = {**os.environ, "DENDRITIC_LAB_RUN": str(folder), "DENDRITIC_LAB_PROGRESS": str(folder / "progress.jsonl"), "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     notebook = folder / "report.ipynb"
 
@@ -187,14 +190,14 @@ def _execute(run: Run, root: Path, on_cell: Callable[[int, int], None]) -> Path:
     try: metrics = read_metrics(folder / "metrics.json")
     except MetricsError as e: raise RunFailed(str(e), folder) from e
     seeds = sorted({s for m in metrics["metrics"] for s in m["seeds"]})
-    environment |= {"seeds": seeds, "data": metrics["data"], "seconds": round(time.time() - started, 1)}
+    environment = described.result() | {"seeds": seeds, "data": metrics["data"], "seconds": round(time.time() - started, 1)}
     (folder / "environment.json").write_text(json.dumps(environment, indent=1), encoding="utf-8")
     forget_paths(notebook)
     write_html(notebook, folder / "report.html")
     (folder / "progress.jsonl").unlink(missing_ok=True)
     return run.complete()
 
-# %% ../../nbs/lab/03_runs.ipynb #92c511cd
+# %% ../../nbs/lab/03_runs.ipynb #deeef5c4
 def forget_paths(notebook: Path):
     "Keep only the file names of the paths in papermill's metadata, and of printed lines what follows the folder of installed packages or of the checkout."
     content = json.loads(notebook.read_text(encoding="utf-8"))

@@ -6,11 +6,13 @@
 __all__ = ['parameter_groups', 'DivergenceError', 'Fit', 'Settings', 'fit', 'predict', 'accuracy', 'token_loss',
            'distillation_loss']
 
-# %% ../../nbs/training/02_loop.ipynb #fc258547
+# %% ../../nbs/training/02_loop.ipynb #7bfc3fca
+import atexit
 import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, DistributedType, broadcast, set_seed
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import get_scheduler
 
 # %% ../../nbs/training/02_loop.ipynb #8d2c29fe
@@ -89,7 +91,7 @@ class Settings:
         if self.warmup > 1: raise ValueError(f"warmup is a share of all steps, at most 1, got {self.warmup}")
         if self.precision not in ("no", "bf16", "fp16"): raise ValueError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
 
-# %% ../../nbs/training/02_loop.ipynb #d7d0458e
+# %% ../../nbs/training/02_loop.ipynb #d2545aae
 def fit(
     model: nn.Module,  # trained in place
     train: DataLoader,  # of dictionaries; each is passed as `model(**batch)`
@@ -115,14 +117,18 @@ def fit(
     if growth is not None and settings.average is not None: raise ValueError("growth changes the weights' shapes, so there is no average of them: leave average at None")
     if growth is not None: growth.check_fit(model, settings.maximize, checkpoint, settings.patience)
     accelerator = _accelerator(settings, tuple(trackers), tracker_dir, cpu)
+    if growth is not None and accelerator.num_processes > 1: raise ValueError("growth works in one process: PerforatedAI's state is that of a process")
     steps = math.ceil(len(train) / settings.accumulation)
     optimizer, scheduler = _optimizer(model, settings, settings.epochs * steps)
     average = None if settings.average is None else _average(model, settings.average)
+    if accelerator.num_processes > 1 and loss is not None: model, loss = _LossModule(model, loss), None
+    sampler, order = train.sampler, getattr(train.sampler, "generator", None)
     model, optimizer, train, scheduler = accelerator.prepare(model, optimizer, train, scheduler)
+    if isinstance(sampler, RandomSampler): sampler.generator = order  # accelerate gives it one where there are several processes; the order is to be that of one
     run = _Run(accelerator, model, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None, average and average.to(accelerator.device), growth, steps)
     try:
         run.resume()
-        with Progress(settings.epochs * len(train), description) as bar:
+        with Progress(settings.epochs * len(train), description, silent=not accelerator.is_main_process) as bar:
             bar.step(run.epoch * len(train))
             while run.epoch < settings.epochs and not run.grown and not run.patience_spent():
                 if before_epoch is not None: before_epoch(run.bare, run.epoch)
@@ -130,22 +136,24 @@ def fit(
         run.restore_best()
     finally:
         accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
-        accelerator.end_training()
+        for tracker in accelerator.trackers: tracker.finish()
     return run.fit
 
-# %% ../../nbs/training/02_loop.ipynb #15f01cce
+# %% ../../nbs/training/02_loop.ipynb #fb3afcb8
 def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str | Path, cpu: bool) -> Accelerator:
     known = [str(getattr(t, "value", t)) for t in get_available_trackers()]
     for tracker in trackers:
         if tracker not in known: raise ValueError(f"tracker {tracker!r} is not installed; installed: {', '.join(known) or 'none'}")
     AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(cpu=cpu, mixed_precision=settings.precision, gradient_accumulation_steps=settings.accumulation,
-                              log_with=list(trackers) or None, project_dir=str(tracker_dir))
+    accelerator = Accelerator(cpu=cpu, mixed_precision=settings.precision, gradient_accumulation_steps=settings.accumulation, log_with=list(trackers) or None, project_dir=str(tracker_dir),
+                              dataloader_config=DataLoaderConfiguration(split_batches=True), kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])  # the scorers of a dense phase, for one
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU): raise ValueError(f"fit works in one process or data parallel, not with {accelerator.distributed_type.value}")
+    if accelerator.num_processes > 1: _leave_process_group_at_exit()
     plain = {k: v for k, v in vars(settings).items() if isinstance(v, (int, float, str, bool))}
     if trackers: accelerator.init_trackers("dendritic_lab", config=plain)
     return accelerator
 
-# %% ../../nbs/training/02_loop.ipynb #0244312f
+# %% ../../nbs/training/02_loop.ipynb #9aa5491d
 def _optimizer(model: nn.Module, settings: Settings, steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     "AdamW and a schedule over `steps` steps of it."
     optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, settings.learning_rates, settings.weight_decay), fused=True)
@@ -160,7 +168,9 @@ class _Run:
         self.fit, self.epoch, self.step, self.best, self.grown = Fit(), 0, 0, None, False
 
     @property
-    def bare(self) -> nn.Module: return self.accelerator.unwrap_model(self.model)
+    def bare(self) -> nn.Module:
+        model = self.accelerator.unwrap_model(self.model)
+        return model.model if isinstance(model, _LossModule) else model
 
     @property
     def judged(self) -> nn.Module: return self.bare if self.average is None else self.average.module.eval()
@@ -171,18 +181,21 @@ class _Run:
         _seed_epoch(train, self.settings.seed, self.epoch)
         self.model.train()
         for batch in train:
+            if not batches and self.accelerator.process_index: torch.manual_seed(torch.initial_seed() + 7919 * self.accelerator.process_index)  # the order is drawn; from here on each process has its own dropout
             total, batches = total + self.one_step(batch, loss), batches + 1
             bar.step(loss=total / batches)
         self.epoch += 1
         row = {"epoch": self.epoch, "step": self.step, "loss": total / batches, "lr": self.scheduler.get_last_lr()[0]}
         if evaluate is not None:
             self.model.eval()
-            with torch.no_grad(): figures = evaluate(self.judged)
+            with torch.no_grad(): figures = self.agree(evaluate(self.judged))
             self.keep_if_best(figures)
-            bar.show(**{self.settings.monitor: figures[self.settings.monitor]})
+            bar.show(**{self.settings.monitor: figures[self.settings.monitor]}, best=self.fit.best_score)
             if self.settings.schedule == "reduce_lr_on_plateau": self.scheduler.scheduler.step(figures[self.settings.monitor])
             row |= {f"validation_{k}" if k in row or k == "seconds" else k: v for k, v in figures.items()}
         if self.growth is not None: row |= self.grow(figures)
+        bar.show(epoch=self.epoch)
+        bar.report()
         self.fit.history.append(row | {"seconds": time.perf_counter() - start})
         self.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=self.step)
         self.save()
@@ -190,8 +203,8 @@ class _Run:
     def one_step(self, batch: dict, loss) -> float:
         "Forward, backward and, at the end of an accumulation window, an optimizer step. Returns the loss."
         with self.accelerator.accumulate(self.model):
-            value = self.model(**batch).loss if loss is None else loss(self.model, batch)
-            number = value.item()
+            value = self.value(batch, loss)
+            number = self.mean(value.detach())
             self.check_finite(number, "loss")
             self.accelerator.backward(value)
             if self.accelerator.sync_gradients:
@@ -215,6 +228,19 @@ class _Run:
             self.optimizer, self.scheduler = self.accelerator.prepare(optimizer, scheduler)
         return {k: self.growth.history[-1][k] for k in ("dendrites", "parameters")}
 
+    def value(self, batch: dict, loss) -> Tensor:
+        if isinstance(self.accelerator.unwrap_model(self.model), _LossModule): return self.model(batch)
+        return self.model(**batch).loss if loss is None else loss(self.model, batch)
+
+    def mean(self, value: Tensor) -> float:
+        "The mean over processes, each of which has an equal part of the batch."
+        return (value if self.accelerator.num_processes == 1 else self.accelerator.reduce(value, "mean")).item()
+
+    def agree(self, figures: dict[str, float]) -> dict[str, float]:
+        "The figures of the first process, in all: what is best must not depend on who looks."
+        if self.accelerator.num_processes == 1: return figures
+        return dict(zip(figures, broadcast(torch.tensor([float(v) for v in figures.values()], dtype=torch.float64, device=self.accelerator.device)).tolist()))
+
     def check_finite(self, number: float, what: str):
         if math.isfinite(number): return
         raise DivergenceError(f"the {what} is {number} at step {self.step + 1} (epoch {self.epoch + 1}): lower the learning rate or look at the data of that batch")
@@ -232,7 +258,11 @@ class _Run:
         return self.settings.patience is not None and self.best is not None and self.epoch - self.fit.best_epoch >= self.settings.patience
 
     def save(self):
-        if self.checkpoint is None or not self.accelerator.is_main_process: return
+        if self.checkpoint is None: return
+        if self.accelerator.is_main_process: self.write()
+        self.accelerator.wait_for_everyone()
+
+    def write(self):
         state = {"settings": vars(self.settings), "batches": self.batches, "epoch": self.epoch, "step": self.step, "fit": vars(self.fit), "scheduler": _plain(self.scheduler.state_dict()),
                  "loss_scale": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()}
         average = {} if self.average is None else {f"average/{k}": v for k, v in self.average.module.state_dict().items()}
@@ -241,7 +271,7 @@ class _Run:
     def resume(self):
         "Go on from the checkpoint, where there is one."
         if self.checkpoint is None or not (self.checkpoint.exists() or self.checkpoint.with_name(self.checkpoint.name + ".old").exists()): return
-        state, kept = load_checkpoint(self.checkpoint, self.bare, self.optimizer.optimizer, self.check_state)
+        with self.accelerator.main_process_first(): state, kept = load_checkpoint(self.checkpoint, self.bare, self.optimizer.optimizer, self.check_state)
         if self.average is not None: self.average.module.load_state_dict({k.removeprefix("average/"): v for k, v in kept.items() if k.startswith("average/")})
         self.best = {k: v for k, v in (kept or {}).items() if not k.startswith("average/")} or None
         self.epoch, self.step, self.fit = state["epoch"], state["step"], Fit(**state["fit"])
@@ -266,6 +296,20 @@ def _average(model: nn.Module, decay: float) -> nn.Module:
     return ModelEmaV3(model, decay)
 
 
+class _LossModule(nn.Module):
+    "A model with its loss, so that data-parallel training sees all that the loss does with the model."
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, dict], Tensor]):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: dict) -> Tensor: return self.loss(self.model, batch)
+
+
+@cache
+def _leave_process_group_at_exit(): atexit.register(lambda: torch.distributed.is_initialized() and torch.distributed.destroy_process_group())
+
+
 def _seed_epoch(train: DataLoader, seed: int, epoch: int):
     "Seed every generator that an epoch draws from, so that it does not matter what ran before it."
     set_seed(seed * 1_000_003 % 2**31 + epoch)
@@ -275,7 +319,7 @@ def _seed_epoch(train: DataLoader, seed: int, epoch: int):
 
 def _plain(state: dict) -> dict: return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list))}
 
-# %% ../../nbs/training/02_loop.ipynb #91688db9
+# %% ../../nbs/training/02_loop.ipynb #117214a5
 @torch.no_grad()
 def predict(
     model: nn.Module,
@@ -295,7 +339,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:  # (rows, num_labels), (r
     if logits.ndim != 2 or not len(logits) or labels.shape != logits.shape[:1]: raise ValueError(f"expected logits (rows, classes) and labels (rows,), got {tuple(logits.shape)} and {tuple(labels.shape)}")
     return (logits.argmax(-1) == labels).float().mean().item()
 
-# %% ../../nbs/training/02_loop.ipynb #5ba45ade
+# %% ../../nbs/training/02_loop.ipynb #2b39023d
 @torch.no_grad()
 def token_loss(
     model: nn.Module,  # a causal language model of transformers' kind
@@ -314,7 +358,7 @@ def token_loss(
     if not tokens: raise ValueError("no token is to be predicted: the batches are empty, or all labels are -100")
     return total / tokens
 
-# %% ../../nbs/training/02_loop.ipynb #07dda6e9
+# %% ../../nbs/training/02_loop.ipynb #9e949eeb
 def distillation_loss(
     logits: Tensor,  # (batch, classes) of the student
     teacher_logits: Tensor,  # (batch, classes)

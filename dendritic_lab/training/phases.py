@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['is_scorer', 'learning_rates', 'block_attention', 'scorer_loss', 'distil_scorers', 'PlainScorer', 'replace_scorers',
-           'Phase', 'train_phase', 'calibrate', 'measure_sparsity', 'perforate']
+           'Phase', 'of_all_processes', 'train_phase', 'calibrate', 'measure_sparsity', 'perforate']
 
-# %% ../../nbs/training/03_phases.ipynb #3d640458
+# %% ../../nbs/training/03_phases.ipynb #344281fd
 from ..layers.perforation import SparsityController, SparsitySchedule, TemperatureSchedule, droppable_blocks, pool_blocks, valid_blocks
 from ..models.perforated_bert import PerforatedBertLayer, PerforatedBertPreTrainedModel
 from .loop import Fit, fit
 
-# %% ../../nbs/training/03_phases.ipynb #0f75ebce
+# %% ../../nbs/training/03_phases.ipynb #e3ed9e39
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-# %% ../../nbs/training/03_phases.ipynb #4bb7538d
+# %% ../../nbs/training/03_phases.ipynb #12bcd339
 def is_scorer(name: str) -> bool:
     "Whether a parameter of a perforated model decides what to keep; the others compute."
     return any(part in name.split(".") for part in ("scorer", "threshold", "tokens", "budget"))
@@ -54,7 +54,7 @@ def _trainable(model: nn.Module, chosen: Callable[[str], bool]):
     finally:
         for name, p in model.named_parameters(): p.requires_grad_(before[name])
 
-# %% ../../nbs/training/03_phases.ipynb #e8c962c2
+# %% ../../nbs/training/03_phases.ipynb #ca14110e
 @torch.no_grad()
 def block_attention(
     layer: PerforatedBertLayer,
@@ -100,7 +100,7 @@ def distil_scorers(
     with _trainable(model, lambda name: "scorer" in name.split(".")):
         return fit(model, train, loss=scorer_loss, **{"lr": 1e-3, "description": "scorers", **settings})
 
-# %% ../../nbs/training/03_phases.ipynb #183ce1bb
+# %% ../../nbs/training/03_phases.ipynb #c20c302a
 class PlainScorer(nn.Module):
     "Stands in for a layer's `BlockImportanceScorer`. Raises `ValueError` for an unknown kind."
 
@@ -136,7 +136,7 @@ def replace_scorers(model: PerforatedBertPreTrainedModel, kind: str) -> Perforat
     for layer in model.base_model.encoder.layer: layer.scorer = PlainScorer(layer, kind)
     return model
 
-# %% ../../nbs/training/03_phases.ipynb #cba7fdd1
+# %% ../../nbs/training/03_phases.ipynb #6e2ebee0
 @dataclass(frozen=True)
 class Phase:
     "One phase of training. A learning rate of 0 freezes."
@@ -156,7 +156,28 @@ class Phase:
         if self.alternate and 0 in (self.lr, self.scorer_lr): raise ValueError(f"phase {self.name!r} alternates, so neither lr nor scorer_lr may be 0")
         if not 0 < self.rise <= 1: raise ValueError(f"rise must be above 0 and at most 1, got {self.rise}")
 
-# %% ../../nbs/training/03_phases.ipynb #5c864254
+# %% ../../nbs/training/03_phases.ipynb #8d026fbe
+def of_all_processes(
+    logits: Tensor,  # (batch, heads, blocks, blocks)
+    valid: Tensor,  # (batch, blocks)
+    kept: Tensor,  # (batch, heads, blocks, blocks) bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    "The same of the whole batch, where several processes have a part of it each, so that all of them move an offset alike. Shorter parts are filled up with blocks that are not valid."
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1: return logits, valid, kept
+    longest = torch.tensor(valid.shape[1], device=valid.device)
+    torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX)
+    missing = int(longest) - valid.shape[1]
+    whole = lambda x, pad: torch.cat(_all_gather(F.pad(x, pad).contiguous()))
+    return whole(logits, (0, missing, 0, missing)), whole(valid.byte(), (0, missing)).bool(), whole(kept.byte(), (0, missing, 0, missing)).bool()
+
+
+def _all_gather(part: Tensor) -> list[Tensor]:
+    "`part` of every process, in their order; all have the same shape."
+    parts = [torch.empty_like(part) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(parts, part)
+    return parts
+
+# %% ../../nbs/training/03_phases.ipynb #235d60e3
 def train_phase(
     model: PerforatedBertPreTrainedModel,  # its knobs say what is learned: sparsity None and keep_ratio as it will be used
     train: DataLoader,
@@ -182,7 +203,7 @@ def train_phase(
             for name, p in model.named_parameters(): p.requires_grad_(is_scorer(name) == (step % 2 == 1))
         out = wrapped(**batch, output_decisions=True)
         for i, d in enumerate(out.decisions):
-            if d.logits is not None and controller.gain: controller.update(i, d.logits.detach(), d.valid, d.kept)
+            if d.logits is not None and controller.gain: controller.update(i, *of_all_processes(d.logits.detach(), d.valid, d.kept))
         controller.steps += 1
         scored = [(d.logits - controller.offsets[i], droppable_blocks(d.valid)) for i, d in enumerate(out.decisions) if d.logits is not None]
         return out.loss + controller.penalty([torch.sigmoid(logits)[up.expand_as(logits)] for logits, up in scored])
@@ -193,7 +214,7 @@ def train_phase(
         figures = evaluate and (lambda m: {**evaluate(m), "steps": float(base.controller.steps)})
         return fit(model, train, loss=loss, evaluate=figures, monitor="steps", epochs=phase.epochs, lr=phase.lr, learning_rates=rates, checkpoint=where, **{"description": phase.name, **settings})
 
-# %% ../../nbs/training/03_phases.ipynb #50ffd917
+# %% ../../nbs/training/03_phases.ipynb #fbdc604c
 @torch.no_grad()
 def calibrate(
     model: PerforatedBertPreTrainedModel,
@@ -231,7 +252,7 @@ def measure_sparsity(
             entropy[i] -= (p * p.log2() + (1 - p) * (1 - p).log2()).sum().cpu(); count[i] += p.numel()
     return (1 - kept / blocks.clamp(min=1)).tolist(), (entropy / count.clamp(min=1)).tolist()
 
-# %% ../../nbs/training/03_phases.ipynb #1f56c41b
+# %% ../../nbs/training/03_phases.ipynb #7dec609a
 def perforate(
     model: PerforatedBertPreTrainedModel,  # with dense weights
     train: DataLoader,

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Progress']
 
-# %% ../../nbs/training/00_progress.ipynb #f1d269cf
+# %% ../../nbs/training/00_progress.ipynb #e7e5c07b
 import json
 import os
 import sys
@@ -13,15 +13,16 @@ import time
 
 from tqdm.auto import tqdm
 
-# %% ../../nbs/training/00_progress.ipynb #08f90bd4
+# %% ../../nbs/training/00_progress.ipynb #c2aef8f1
 class Progress:
     "A bar over `total` steps. Use it in a `with` statement; `step` moves it and shows figures beside it."
 
-    def __init__(self, total: int, description: str = "", interval: float = 0.5):  # seconds between two reports to a file
+    def __init__(self, total: int, description: str = "", interval: float = 0.5,  # seconds between two reports to a file
+                 silent: bool = False):  # neither shown nor reported: for all but one of several processes
         self.total, self.description, self.interval = total, description, interval
         self.done, self.shown, self.reported = 0, {}, 0.0
-        self.file = os.environ.get("DENDRITIC_LAB_PROGRESS")
-        self.bar = tqdm(total=total, desc=description, disable=bool(self.file), leave=False, file=sys.stderr)
+        self.file = None if silent else os.environ.get("DENDRITIC_LAB_PROGRESS")
+        self.bar = tqdm(total=total, desc=description, disable=silent or bool(self.file), leave=False, file=sys.stderr)
 
     def step(self, count: int = 1, **figures: float):
         self.done += count

@@ -1,0 +1,101 @@
+"""Two processes train as one does at the same global batch, and a killed run goes on as if nothing had happened."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+COMMON = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from dendritic_lab.training import fit
+folder, first = Path(sys.argv[1]), os.environ.get("RANK", "0") == "0"
+"""
+PLAIN = COMMON + """
+torch.manual_seed(0)
+x = torch.randn(24, 6)
+rows = [{"x": a, "y": a[:2].sum()} for a in x]
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(float(os.environ.get("DROPOUT", 0))), nn.Linear(8, 1))
+loss = lambda m, b: (m(b["x"])[:, 0] - b["y"]).square().mean()
+seen = []
+def evaluate(m):
+    seen.append(0)
+    if len(seen) == 2 and "STOP" in os.environ:
+        if os.environ["STOP"] == "kill": os.kill(os.getpid(), 9)
+        sys.exit(7)
+    return {"error": float(loss(m, {"x": x, "y": x[:, :2].sum(1)}))}
+done = fit(model, DataLoader(rows, 8, shuffle=True), loss=loss, evaluate=evaluate, monitor="error", maximize=False, epochs=3, lr=0.02, seed=3, checkpoint=folder / "checkpoint", cpu=True)
+if first: (folder / "result.json").write_text(json.dumps({"losses": [r["loss"] for r in done.history], "errors": [r["error"] for r in done.history], "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()}))
+"""
+PERFORATED = PLAIN + """
+from dendritic_lab.models import perforated_bert
+from dendritic_lab.models.perforated_bert import PerforatedBertConfig, PerforatedBertForSequenceClassification
+from dendritic_lab.training.phases import perforate
+draw = perforated_bert.gumbel_sigmoid   # without noise: each process draws its own, so it cannot be that of one process
+perforated_bert.gumbel_sigmoid = lambda logits, temperature, training: draw(logits, temperature, training=False)
+torch.manual_seed(0)
+config = PerforatedBertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, max_position_embeddings=32, block_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2)
+model = PerforatedBertForSequenceClassification(config)
+ids = torch.randint(1, 50, (16, 32))
+rows = [{"input_ids": i, "attention_mask": torch.ones(32, dtype=torch.long), "labels": i[0] % 2} for i in ids]
+done = perforate(model, DataLoader(rows, 8, shuffle=True), sparsity=0.4, keep_ratio=0.5, lr=1e-3, scorer_lr=1e-2, cpu=True)
+if first: (folder / "perforated.json").write_text(json.dumps({"losses": [r["loss"] for f in done.values() for r in f.history], "weights": torch.cat([p.detach().flatten() for p in [*model.parameters(), model.base_model.controller.offsets]]).tolist()}))
+"""
+
+
+def run(code: str, folder: Path, processes: int, expected: int = 0, **environment: str) -> dict:
+    "What `fit` gave to the first of the processes."
+    folder.mkdir(exist_ok=True)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | environment
+    group = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    started = [subprocess.Popen([sys.executable, "-c", code, str(folder)], env=variables | (group | {"RANK": str(i), "LOCAL_RANK": str(i)} if processes > 1 else {}), stderr=subprocess.PIPE, text=True) for i in range(processes)]
+    said = [p.communicate(timeout=240)[1] for p in started]
+    assert {p.returncode for p in started} == {expected}, "\n".join(said)
+    return json.loads((folder / "result.json").read_text()) if not expected else {}
+
+
+def close(a: dict, b: dict, tolerance: float = 1e-5):
+    for key in a: torch.testing.assert_close(torch.tensor(a[key]), torch.tensor(b[key]), rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    "Plain and perforated training in one process."
+    folder = tmp_path_factory.mktemp("alone")
+    run(PERFORATED, folder, 1)
+    return folder
+
+
+def test_two_processes_are_one_at_the_same_global_batch(tmp_path, alone):
+    run(PERFORATED, tmp_path, 2)
+    for name, losses, tolerance in (("result.json", 3, 1e-5), ("perforated.json", 4, 2e-4)):
+        one, two = (json.loads((folder / name).read_text()) for folder in (alone, tmp_path))
+        assert len(one["losses"]) == losses
+        close(one, two, tolerance)
+
+
+def test_a_checkpoint_is_resumed_by_another_number_of_processes(tmp_path, alone):
+    run(PLAIN, tmp_path, 2, expected=7, STOP="exit")
+    run(PLAIN, tmp_path, 1, expected=7, STOP="exit")
+    assert json.loads((tmp_path / "checkpoint/state.json").read_text())["epoch"] == 2
+    close(json.loads((alone / "result.json").read_text()), run(PLAIN, tmp_path, 2))
+
+
+def test_a_killed_run_ends_with_the_same_weights(tmp_path):
+    whole = run(PLAIN, tmp_path / "whole", 1, DROPOUT="0.3")
+    run(PLAIN, tmp_path / "killed", 1, expected=-signal.SIGKILL, STOP="kill", DROPOUT="0.3")
+    assert load_file(tmp_path / "killed/checkpoint/model.safetensors")
+    assert run(PLAIN, tmp_path / "killed", 1, DROPOUT="0.3") == whole   # bit by bit
