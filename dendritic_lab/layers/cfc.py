@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# %% ../../nbs/layers/05_cfc.ipynb #dd2c3702
+# %% ../../nbs/layers/05_cfc.ipynb #f8a111b3
 class CfCGate(nn.Module):
     """A recurrent state for each token, added to the token: `(x, state, span)` -> `(x, state)`. The cell sees tokens normalised.
 
@@ -44,10 +44,10 @@ class CfCGate(nn.Module):
         "The state after `span`."
         if state is None: z = F.linear(x, self.backbone.weight[:, :self.dim], self.backbone.bias)
         else: z = self.backbone(torch.cat([x, state], -1))
-        f, g, a, b = self.heads(1.7159 * torch.tanh(0.666 * z)).chunk(4, -1)
+        f, g, a, b = self.heads(1.7159 * torch.tanh(0.666 * z)).float().chunk(4, -1)  # float32 whatever the precision, for long spans
         span = span[..., None] if isinstance(span, Tensor) else span
-        s = torch.sigmoid(a * span + b)
-        return torch.lerp(f.tanh(), g.tanh(), s)
+        s = torch.sigmoid(a * span + b).float()
+        return torch.lerp(f.tanh(), g.tanh(), s).to(x.dtype)
 
     def forward(self, x: Tensor, state: Tensor | None, span: Tensor | float) -> tuple[Tensor, Tensor]:
         state = self.cell(F.layer_norm(x, x.shape[-1:]), state, span)

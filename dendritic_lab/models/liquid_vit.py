@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['REDUCTIONS', 'LiquidViTConfig', 'Attention', 'weighted_attention', 'Block', 'PatchEmbed', 'ConvStem', 'Tokens',
            'Decision', 'LiquidViTOutput', 'mask_tokens', 'with_fused', 'gather_tokens', 'merged_places', 'LiquidViT',
-           'anneal', 'learning_rates', 'operations']
+           'anneal', 'learning_rates']
 
 # %% ../../nbs/models/07_liquid_vit.ipynb #deb5ef64
 from ..layers.cfc import CfCGate, time_span
@@ -378,40 +378,3 @@ def anneal(
 def learning_rates(model: LiquidViT, lr: float) -> dict[str, float]:
     "For `fit`: CfC parameters learn at half the rate."
     return {"cfc.": lr / 2} if model.config.cfc else {}
-
-# %% ../../nbs/models/07_liquid_vit.ipynb #2e68b1f4
-def operations(config: LiquidViTConfig) -> dict[str, int]:
-    "Operations for one image, by part, as fvcore counts them. Raises `ValueError` where the number of tokens depends on the input."
-    c = config
-    if c.sparse and c.selection == "threshold": raise ValueError("with a threshold the number of tokens depends on the input, and so do the operations")
-    tokens, d = c.tokens(), c.width
-    conv = c.patches * c.channels * c.patch_size ** 2 * d
-    if c.stem == "conv": conv = 4 * c.patches * 9 * c.channels * (d // 4) + c.patches * 9 * (d // 4) * (d // 2) + c.patches * (d // 2) * d
-    parts = {"stem": conv, "linear": d * c.classes, "attention": 0, "norm": 5 * d * tokens[-1], "gating": 0, "cfc": 0, "reduction": 0}
-    first, n = True, 1 + c.patches
-    for i, after in enumerate(tokens):
-        if i in c.gate_layers:
-            if c.gating: parts["gating"] += n * (d + 1) * c.num_branches * c.gate_dim
-            if c.gating or (c.sparse and c.reduction == "gate"): parts["norm"] += 5 * d * n
-            if c.sparse: parts["reduction"] += _reduction(c, n, after, first)
-            if c.cfc:
-                inner = c.state_dim
-                parts["cfc"] += after * ((d + (0 if first else inner)) * inner + 4 * inner * inner + inner * d)
-                parts["norm"] += 5 * d * after
-            first = False
-        n = after
-        parts["linear"] += n * d * d * (4 + 2 * c.mlp_ratio)
-        parts["attention"] += 2 * n * n * d
-        parts["norm"] += 10 * d * n
-    return parts
-
-
-def _reduction(c: LiquidViTConfig, before: int, after: int, first: bool) -> int:
-    "What choosing and fusing costs before a block."
-    d, half, quarter = c.width, c.width // 2, c.width // 4
-    score = {"gate": 0 if c.gating else before * d, "attention": before * d, "random": 0,
-             "merge": (before // 2 + before % 2) * (before // 2) * (d // c.heads),
-             "predictor": before * (d * d + 2 * half * half + half * quarter + 2 * quarter + 5 * d)}[c.reduction]
-    if after >= before: return score if c.reduction == "gate" else 0
-    fused = before * (d + (c.state_dim if c.cfc and not first else 0)) if c.reduction in ("gate", "attention") else 0
-    return score + fused

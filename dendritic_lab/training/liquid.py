@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['ARMS', 'match_operations', 'arm_config', 'train_liquid', 'pretrain', 'scorer']
 
-# %% ../../nbs/training/06_liquid.ipynb #fc6260f5
-from ..models.liquid_vit import REDUCTIONS, LiquidViT, LiquidViTConfig, anneal, learning_rates, operations
+# %% ../../nbs/training/06_liquid.ipynb #d2642b5d
+from ..models.liquid_operations import operations
+from ..models.liquid_vit import REDUCTIONS, LiquidViT, LiquidViTConfig, anneal, learning_rates
 from ..models.masked_autoencoder import MaskedAutoencoder
 from .loop import Fit, accuracy, distillation_loss, fit, predict
 
