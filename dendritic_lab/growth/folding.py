@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['logger', 'fold_linear', 'FoldedLayer', 'Folding', 'fold', 'folding_curve']
 
-# %% ../../nbs/growth/02_folding.ipynb #7a088212
+# %% ../../nbs/growth/02_folding.ipynb #da8a0c8c
 from .plain import identity
 from ..layers.dendritic_linear import DendriticLinear
 
 import copy
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ def _rows(scale: Tensor, w: Tensor) -> Tensor: return scale.view(-1, *[1] * (w.n
 def _like(layer: DendriticLinear, bias: bool | None = None) -> nn.Linear:
     return nn.Linear(layer.in_features, layer.out_features, layer.bias is not None if bias is None else bias, layer.weight.device, layer.weight.dtype).train(layer.training)
 
-# %% ../../nbs/growth/02_folding.ipynb #a11374bb
+# %% ../../nbs/growth/02_folding.ipynb #7371f8d7
 class _Moments:
     "Sums over inputs x (rows, in), dendritic part g (rows, out) and output y, in float64."
     def __init__(self): self.count, self.sums = 0, None
@@ -56,12 +56,12 @@ class _Moments:
     def solve(self) -> tuple[Tensor, Tensor, float]:
         "A (out, in), offset (out,) and the relative residual."
         xx, xg, gg, y, yy = self.sums
-        map_ = torch.linalg.lstsq(xx, xg, driver="gelsd").solution if xx.device.type == "cpu" else torch.linalg.pinv(xx, hermitian=True) @ xg
+        map_ = torch.linalg.pinv(xx, hermitian=True) @ xg
         missed = (gg - 2 * (map_ * xg).sum(0) + (map_ * (xx @ map_)).sum(0)).clamp(min=0).sum()
         spread = (yy - y.square() / self.count).sum()
         return map_[:-1].T, map_[-1], (missed / spread.clamp(min=1e-30)).sqrt().item()
 
-# %% ../../nbs/growth/02_folding.ipynb #8604b749
+# %% ../../nbs/growth/02_folding.ipynb #c761b71b
 @dataclass(frozen=True)
 class FoldedLayer:
     "What folding one layer does."
@@ -95,11 +95,17 @@ def fold(
 
     A fold that is not exact is logged as a warning, with its residuals. Raises `ValueError` for a model without dendrites, no calibration
     data, a layer that they do not reach, or outputs that are not finite."""
+    count = sum(isinstance(m, DendriticLinear) for m in model.modules())
+    if not 0 <= keep <= count: raise ValueError(f"keep must be between 0 and {count}, the number of dendritic layers, got {keep}")
+    folding = _fold(model, _solve(model, calibration_data), keep)
+    lossy = [f"{row.name} {row.residual:.3f}" for row in folding.layers if not row.exact and not row.kept]
+    if lossy: logger.warning("folded %d layers that have no exact fold; relative residuals: %s", len(lossy), ", ".join(lossy[:8]) + (", ..." if len(lossy) > 8 else ""))
+    return folding if evaluate is None else replace(folding, accuracy=evaluate(folding.model), accuracy_before=evaluate(model))
+
+
+def _fold(model: nn.Module, solved: dict[str, tuple[Tensor, Tensor, float]], keep: int) -> Folding:
+    "A folded copy; `solved` has map, offset and residual of each layer."
     names = {name: m for name, m in model.named_modules() if isinstance(m, DendriticLinear)}
-    if not names: raise ValueError(f"this {type(model).__name__} has no dendritic layers to fold")
-    if not 0 <= keep <= len(names): raise ValueError(f"keep must be between 0 and {len(names)}, the number of dendritic layers, got {keep}")
-    moments = _calibrate(model, names, calibration_data)
-    solved = {name: moments[name].solve() for name in names}
     residual = {name: 0.0 if layer.activation is identity else solved[name][2] for name, layer in names.items()}
     kept = sorted(names, key=residual.get, reverse=True)[:keep]
     folded, layers = copy.deepcopy(model), []
@@ -107,10 +113,7 @@ def fold(
         new = layer if name in kept else fold_linear(layer) if layer.activation is identity else _affine(layer, *solved[name][:2])
         if name not in kept: folded.set_submodule(name, new)
         layers.append(FoldedLayer(name, layer.activation is identity, residual[name], sum(p.numel() for p in layer.parameters()) - sum(p.numel() for p in new.parameters()), name in kept))
-    lossy = [f"{row.name} {row.residual:.3f}" for row in layers if not row.exact and not row.kept]
-    if lossy: logger.warning("folded %d layers that have no exact fold; relative residuals: %s", len(lossy), ", ".join(lossy[:8]) + (", ..." if len(lossy) > 8 else ""))
-    count = sum(p.numel() for p in folded.parameters())
-    return Folding(folded, layers, count) if evaluate is None else Folding(folded, layers, count, evaluate(folded), evaluate(model))
+    return Folding(folded, layers, sum(p.numel() for p in folded.parameters()))
 
 
 def _affine(layer: DendriticLinear, matrix: Tensor, offset: Tensor) -> nn.Linear:
@@ -120,7 +123,10 @@ def _affine(layer: DendriticLinear, matrix: Tensor, offset: Tensor) -> nn.Linear
     return new
 
 
-def _calibrate(model: nn.Module, names: dict[str, DendriticLinear], data: Iterable[dict | Tensor]) -> dict[str, _Moments]:
+def _solve(model: nn.Module, data: Iterable[dict | Tensor]) -> dict[str, tuple[Tensor, Tensor, float]]:
+    "The nearest affine map of each layer's dendritic part, its offset and its residual."
+    names = {name: m for name, m in model.named_modules() if isinstance(m, DendriticLinear)}
+    if not names: raise ValueError(f"this {type(model).__name__} has no dendritic layers to fold")
     moments, training = {name: _Moments() for name in names}, model.training
     hooks = [layer.register_forward_hook(lambda layer, inputs, output, m=moments[name]: m.add(layer, inputs, output)) for name, layer in names.items()]
     model.eval()
@@ -132,20 +138,21 @@ def _calibrate(model: nn.Module, names: dict[str, DendriticLinear], data: Iterab
     for name, m in moments.items():
         if m.sums is None: raise ValueError(f"the calibration data reach no layer {name!r}: expected at least one batch that uses it")
         if not all(s.isfinite().all() for s in m.sums): raise ValueError(f"layer {name!r} gave values that are not finite on the calibration data")
-    return moments
+    return {name: m.solve() for name, m in moments.items()}
 
-# %% ../../nbs/growth/02_folding.ipynb #11844620
+# %% ../../nbs/growth/02_folding.ipynb #72b6a24a
+@torch.no_grad()
 def folding_curve(
     model: nn.Module,
-    calibration_data: Iterable[dict | Tensor],  # a list or a loader: it is gone through for each step
+    calibration_data: Iterable[dict | Tensor],  # gone through once
     evaluate: Callable[[nn.Module], float],
     steps: Iterable[int] | None = None,  # numbers of layers to keep; None: from 0 to all
 ) -> list[dict[str, float]]:  # kept, parameters, overhead, accuracy
     "Accuracy against the parameters that dendrites add over the fully folded model."
-    layers = sum(isinstance(m, DendriticLinear) for m in model.modules())
-    none_kept = fold(model, calibration_data).parameters
+    solved = _solve(model, calibration_data)
+    none_kept = _fold(model, solved, 0).parameters
     rows = []
-    for keep in range(layers + 1) if steps is None else steps:
-        folding = fold(model, calibration_data, keep)
+    for keep in range(len(solved) + 1) if steps is None else steps:
+        folding = _fold(model, solved, keep)
         rows.append({"kept": keep, "parameters": folding.parameters, "overhead": folding.parameters / none_kept - 1, "accuracy": evaluate(folding.model)})
     return rows

@@ -6,7 +6,7 @@
 __all__ = ['SWITCHES', 'GrowthError', 'GrowthConfig', 'set_library', 'contained', 'chosen_layers', 'check_scores',
            'check_trained', 'GrowthSession', 'growth_session']
 
-# %% ../../nbs/growth/01_session.ipynb #b63314fb
+# %% ../../nbs/growth/01_session.ipynb #32c6855c
 from .plain import ACTIVATIONS, exported_param_count, is_grown
 
 import csv
@@ -17,6 +17,7 @@ import os
 import pdb
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -76,7 +77,7 @@ def set_library(config, name: str, value) -> None:
         raise TypeError(f"PerforatedAI's setting {name!r} is of type {type(now).__name__}, got {value!r}")
     getattr(config, f"set_{name}")(value)
 
-# %% ../../nbs/growth/01_session.ipynb #66626e11
+# %% ../../nbs/growth/01_session.ipynb #139deb89
 @contextmanager
 def contained(folder: Path) -> Iterator[None]:
     "Run library code in `folder`, output to `folder/log.txt`. Raises `GrowthError` where the library would stop the process or prompt."
@@ -86,7 +87,9 @@ def contained(folder: Path) -> Iterator[None]:
     os.chdir(folder)
     pdb.set_trace = refuse
     try:
-        with redirect_stdout(output), redirect_stderr(output), _plots_apart(): yield
+        with redirect_stdout(output), redirect_stderr(output), warnings.catch_warnings(), _plots_apart():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the library, about numpy
+            yield
     except SystemExit as e: raise GrowthError(f"PerforatedAI called sys.exit({e.code}):\n{_last_lines(output)}") from e
     finally:
         pdb.set_trace = prompt
@@ -102,17 +105,16 @@ def _plots_apart() -> Iterator[None]:
     "The library switches the backend to Agg, turns interactive mode off and closes all figures."
     import matplotlib
     import matplotlib.pyplot as plt
-    backend, interactive, close, mine = matplotlib.get_backend(auto_select=False), plt.isinteractive(), plt.close, plt.get_fignums()
-    plt.close = lambda which=None: [close(n) for n in plt.get_fignums() if n not in mine]
+    backend, close, ioff, mine = matplotlib.get_backend(auto_select=False), plt.close, plt.ioff, plt.get_fignums()
+    plt.close, plt.ioff = lambda which=None: [close(n) for n in plt.get_fignums() if n not in mine], lambda: None
     try:
         with matplotlib.rc_context({"savefig.dpi": 60}): yield
     finally:
-        plt.close = close
+        plt.close, plt.ioff = close, ioff
         if backend is None: dict.__setitem__(matplotlib.rcParams, "backend", matplotlib.rcsetup._auto_backend_sentinel)
         elif matplotlib.get_backend().lower() != backend.lower():
             matplotlib.rcParams["backend"] = backend  # before it is loaded: Jupyter's backend looks here whether it is the one to show figures
             plt.switch_backend(backend)
-        plt.interactive(interactive)
 
 # %% ../../nbs/growth/01_session.ipynb #136fd409
 def chosen_layers(model: nn.Module, config: GrowthConfig) -> list[str]:
