@@ -16,7 +16,7 @@ import yaml
 from conftest import COMMAND
 from dendritic_lab.lab.batch import Resources, plan, read_yaml
 from dendritic_lab.lab.driver import Driver, Journal, open_batch
-from dendritic_lab.lab.engines import LocalEngine, find_finished, hold, unpack, work_anywhere
+from dendritic_lab.lab.engines import LocalEngine, find_finished, hold, index_runs, unpack, work_anywhere
 from dendritic_lab.lab.experiments import UsageError
 
 # Writes metrics.json by hand: a kernel without torch is ready in a fraction of the time.
@@ -267,7 +267,7 @@ def test_a_run_comes_back_from_a_machine_without_the_folder(checkout, tmp_path):
     assert last["event"] == "done" and not (tmp_path / "out").exists(), last
     here = unpack(last, tmp_path / "out")
     run = plan(made / "many.yaml", made).runs[0]
-    assert find_finished(tmp_path / "out", "tiny", run.identity, run.parameters) == Path(here["folder"]) and [p.name for p in (tmp_path / "out/tiny").iterdir()] == [Path(here["folder"]).name]
+    assert find_finished(index_runs(tmp_path / "out", "tiny"), run.identity, run.parameters) == Path(here["folder"]) and [p.name for p in (tmp_path / "out/tiny").iterdir()] == [Path(here["folder"]).name]
 
 
 def test_ray_gives_the_same_runs(checkout, lab):

@@ -110,7 +110,7 @@ def draw(values: "pd.DataFrame", metric: str) -> "Figure":
     axis.margins(y=0.2)
     return figure
 
-# %% ../../nbs/lab/12_compare.ipynb #f5a492e6
+# %% ../../nbs/lab/12_compare.ipynb #8d0a110e
 def write_report(cells: list[tuple[str, str]], files: dict[str, str], kind: str, out: Path) -> Path:  # folder
     "Execute a notebook of (markdown|code, source) cells beside `files`, in a folder of its own under `kind`, and write its page. The folder gets its name when all is there."
     import os
@@ -119,6 +119,7 @@ def write_report(cells: list[tuple[str, str]], files: dict[str, str], kind: str,
     from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
     from papermill.exceptions import PapermillExecutionError
 
+    from dendritic_lab.lab.cli import _stop
     from dendritic_lab.lab.report import write_html
     from dendritic_lab.lab.runs import execute, forget_paths
     folder = Path(out).resolve() / kind / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}.running"
@@ -132,8 +133,10 @@ def write_report(cells: list[tuple[str, str]], files: dict[str, str], kind: str,
         (folder / "source.ipynb").unlink()
         forget_paths(folder / "report.ipynb")
         write_html(folder / "report.ipynb", folder / "report.html")
-    except PapermillExecutionError as e:
-        raise RuntimeError(f"the report failed: {e.ename}: {e.evalue}; see {folder.rename(folder.with_suffix('.failed'))}") from e
+    except BaseException as e:
+        failed = folder.rename(folder.with_suffix(".failed"))
+        if not isinstance(e, (PapermillExecutionError, OSError, ValueError)): raise
+        _stop(f"the report failed: {f'{e.ename}: {e.evalue}' if isinstance(e, PapermillExecutionError) else e}; see {failed}", 1)
     return folder.rename(folder.with_suffix(""))
 
 # %% ../../nbs/lab/12_compare.ipynb #b8b42137

@@ -6,7 +6,7 @@
 __all__ = ['TRACKERS', 'Account', 'Journal', 'Driver', 'open_batch', 'batch_runs', 'find_tracker', 'track', 'duration',
            'last_progress', 'failure', 'PlainView', 'LiveView', 'dry_run', 'batch']
 
-# %% ../../nbs/lab/16_driver.ipynb #a36ed1c7
+# %% ../../nbs/lab/16_driver.ipynb #6dbc9680
 import json
 import os
 import shutil
@@ -24,9 +24,9 @@ import typer
 from filelock import FileLock, Timeout
 
 from .batch import Plan, PlannedRun, plan
-from .engines import LocalEngine, RayEngine, find_finished, left_behind, mark_failed
+from .engines import LocalEngine, RayEngine, find_finished, index_runs, left_behind, mark_failed
 from .experiments import UsageError, project_root
-from .record import MetricsError, read_metrics
+from .record import read_metrics
 
 # %% ../../nbs/lab/16_driver.ipynb #47608737
 @dataclass
@@ -53,7 +53,7 @@ class Journal:
             if not self.lost: print(f"dendritic-lab: cannot write {self.path.name}: {e.strerror}; the batch goes on without it", file=sys.stderr)
             self.lost = True
 
-# %% ../../nbs/lab/16_driver.ipynb #50f3f298
+# %% ../../nbs/lab/16_driver.ipynb #e158440f
 class Driver:
     "Takes a plan to its end with an engine."
 
@@ -66,9 +66,10 @@ class Driver:
         "Mark what a crash left behind, and take account of what is finished."
         for name in {run.experiment.name for run in self.plan.runs}:
             for folder in left_behind(self.out, name): self.journal.note("left behind", folder=mark_failed(folder).name)
+        index = {name: index_runs(self.out, name) for name in {run.experiment.name for run in self.plan.runs}}
         for account in self.accounts.values():
             damaged = lambda folder, why, a=account: self.tell(a, "damaged", folder=str(folder), reason=why)
-            account.folder = find_finished(self.out, account.run.experiment.name, account.run.identity, account.run.parameters, damaged)
+            account.folder = find_finished(index[account.run.experiment.name], account.run.identity, account.run.parameters, damaged)
             if account.folder: account.status = "reused"; self.tell(account, "reused", folder=str(account.folder))
             else: self.queue.append(account)
 
@@ -115,7 +116,7 @@ class Driver:
 
     def failed(self) -> list[Account]: return [a for a in self.accounts.values() if a.status == "failed"]
 
-# %% ../../nbs/lab/16_driver.ipynb #47fff3a7
+# %% ../../nbs/lab/16_driver.ipynb #33912a84
 def open_batch(plan: Plan, out: Path, resume: bool) -> tuple[Path, FileLock]:
     "The folder of a batch, for this process alone. Raises `UsageError` when another has it, or when `resume` is not what it needs."
     folder = Path(out) / "batches" / plan.id
@@ -127,7 +128,8 @@ def open_batch(plan: Plan, out: Path, resume: bool) -> tuple[Path, FileLock]:
         lock.acquire(timeout=0)
     except Timeout: raise UsageError(f"batch {plan.id} is being run by another process") from None
     except OSError as e: raise UsageError(f"cannot write to {out}: {e.strerror}") from e
-    if known and not resume and any(not find_finished(out, r.experiment.name, r.identity, r.parameters) for r in plan.runs):
+    index = {name: index_runs(out, name) for name in {r.experiment.name for r in plan.runs}}
+    if known and not resume and not all(find_finished(index[r.experiment.name], r.identity, r.parameters) for r in plan.runs):
         lock.release()
         raise UsageError(f"batch {plan.id} was started before and is not complete: --resume runs what is missing")
     runs = [{"identity": r.identity, "experiment": r.experiment.name, "profile": r.profile, "parameters": r.parameters, "given": r.given} for r in plan.runs]
@@ -148,11 +150,12 @@ def batch_runs(out: Path, batch: str) -> list[Path]:
     if batch not in known: raise UsageError(f"there is no batch {batch!r}; known: {', '.join(known) or 'none'}")
     try:
         runs = json.loads((Path(out) / "batches" / batch / "plan.json").read_text(encoding="utf-8"))["runs"]
-        found = [find_finished(out, r["experiment"], r["identity"], r["parameters"]) for r in runs]
+        index = {name: index_runs(out, name) for name in {r["experiment"] for r in runs}}
+        found = [find_finished(index[r["experiment"]], r["identity"], r["parameters"]) for r in runs]
     except (OSError, ValueError, KeyError, TypeError) as e: raise UsageError(f"plan.json of batch {batch} is damaged: {e}") from None
     return [folder for folder in found if folder]
 
-# %% ../../nbs/lab/16_driver.ipynb #19ce7125
+# %% ../../nbs/lab/16_driver.ipynb #afa1b8ee
 TRACKERS = ("wandb", "trackio")
 
 
@@ -166,9 +169,13 @@ def find_tracker(name: str | None):
 
 
 def track(tracker, batch: str, account: Account):
-    "Hand the parameters and figures of a finished run to a tracker."
-    try: metrics = read_metrics(account.folder / "metrics.json")["metrics"]
-    except MetricsError: return
+    "Hand the parameters and figures of a finished run to a tracker. What goes wrong with it is said, and stops nothing."
+    metrics = read_metrics(account.folder / "metrics.json")["metrics"]
+    try: _send(tracker, batch, account, metrics)
+    except Exception as e: print(f"dendritic-lab: the tracker failed for {account.folder.name}: {e}", file=sys.stderr)
+
+
+def _send(tracker, batch: str, account: Account, metrics: list[dict]):
     tracker.init(project="dendritic_lab", group=batch, name=account.folder.name, config={"experiment": account.run.experiment.name, "profile": account.run.profile, **account.run.parameters})
     tracker.log({m["name"]: m["value"] for m in metrics})
     tracker.finish()
@@ -248,11 +255,12 @@ class LiveView:
             table.add_row(*map(Text, (str(account.run), f"{account.cell[0]}/{account.cell[1]}", done, figures, duration(time.monotonic() - account.started))))
         return Group(Text(f"batch {driver.plan.id}", style="bold"), Text(head), table, *(Text(line, style="red", overflow="ellipsis", no_wrap=True) for line in self.recent))
 
-# %% ../../nbs/lab/16_driver.ipynb #c8a7d3fd
+# %% ../../nbs/lab/16_driver.ipynb #6955e525
 def dry_run(planned: Plan, out: Path) -> list[list[str]]:
     "What a batch would do, a row for each run."
     words = lambda r: f"{r.cpus or 'a part'} / {'one, if any' if r.gpus is None else f'{r.gpus:g}'}"
-    state = lambda r: "finished" if find_finished(out, r.experiment.name, r.identity, r.parameters) else "to run"
+    index = {name: index_runs(out, name) for name in {r.experiment.name for r in planned.runs}}
+    state = lambda r: "finished" if find_finished(index[r.experiment.name], r.identity, r.parameters) else "to run"
     return [[str(i), r.experiment.name, r.profile, " ".join(f"{k}={v}" for k, v in r.given.items()), words(r.resources), state(r)] for i, r in enumerate(planned.runs, 1)]
 
 
@@ -282,7 +290,11 @@ def batch(
     folder, lock = open_batch(planned, out, resume)
     with lock:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with _engine(engine, workers, address, folder, planned, root) as at:
+        try: started = _engine(engine, workers, address, folder, planned, root)
+        except UsageError:
+            if not (folder / "events.jsonl").exists(): shutil.rmtree(folder)  # nothing was started: there is nothing to resume
+            raise
+        with started as at:
             driver = _drive(planned, at, out, retry, folder, send_to)
     raise typer.Exit(_conclude(driver))
 

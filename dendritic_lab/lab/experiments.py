@@ -91,7 +91,7 @@ def read_parameters(source: str, where: str) -> dict[str, Parameter]:  # `where`
         parameters[name].check(parameters[name].default)
     return parameters
 
-# %% ../../nbs/lab/00_experiments.ipynb #ad988a79
+# %% ../../nbs/lab/00_experiments.ipynb #bbfb7b4b
 @dataclass(frozen=True)
 class Experiment:
     "A parameterised notebook and its profiles."
@@ -143,8 +143,8 @@ class Experiment:
 
     def resolve(self, profile: str = "smoke", given: dict[str, object] | None = None) -> dict[str, object]:
         "The effective parameters: defaults, then the profile's, then `given`; every one checked."
-        if profile not in self.profiles: raise UsageError(f"{self.name} has no profile {profile!r}{_nearest(profile, self.profiles)}")
         values = {name: p.default for name, p in self.parameters.items()}
+        if profile not in self.profiles: raise UsageError(f"{self.name} has no profile {profile!r}{_nearest(profile, self.profiles)}")
         for name, value in {**self.profiles[profile], **(given or {})}.items():
             if name not in self.parameters: raise UsageError(f"{self.name} has no parameter {name!r}{_nearest(name, self.parameters)}")
             values[name] = self.parameters[name].check(value)
