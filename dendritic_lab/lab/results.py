@@ -29,13 +29,13 @@ def with_interval(metric: dict, digits: int = 1) -> str:
     spread = f" [{metric['interval'][0]:.{digits}f}, {metric['interval'][1]:.{digits}f}]" if metric["interval"] else ""
     return f"{metric['value']:.{digits}f}{spread}"
 
-# %% ../../nbs/lab/18_results.ipynb #5c670ee0
-SYSTEMS = {  # id in claims.yaml: title and tutorial
-    "dsn": ("DSN: a BERT without its encoder", "dsn"),
-    "perforated": ("Perforated BERT: attention with holes", "perforated_bert"),
-    "dendritic_lm": ("Dendritic language model", "dendritic_lm"),
-    "liquid_vit": ("Liquid vision transformer", "liquid_vit"),
-    "growth": ("Growing dendrites", "growth"),
+# %% ../../nbs/lab/18_results.ipynb #32e86ed2
+SYSTEMS = {  # id in claims.yaml: title
+    "dsn": "DSN: a BERT without its encoder",
+    "perforated": "Perforated BERT: attention with holes",
+    "dendritic_lm": "Dendritic language model",
+    "liquid_vit": "Liquid vision transformer",
+    "growth": "Growing dendrites",
 }
 AXIS = 2.0  # a figure's axis runs from 0 to this many times the claim
 
@@ -54,15 +54,17 @@ def claim_row(verdict: Verdict) -> str:
             f'<span class="spread" style="left:{place(low):.1f}%;width:{place(high) - place(low):.1f}%"></span><span class="mark" style="left:{place(metric["value"]):.1f}%"></span></div></div>')
 
 
-def system_figure(system: str, verdicts: list[Verdict]) -> str:
+def system_figure(system: str, verdicts: list[Verdict], link: str = "") -> str:  # link: address of its tutorial
     "A system's measured claims as an HTML figure with a caption."
     own = [v for v in verdicts if v.claim["system"] == system]
     shown = [v for v in own if v.metric and isinstance(v.claim["value"], int | float) and v.claim["value"]]
     counts = ", ".join(f"{n} {s}" for s in ("reproduced", "not reproduced", "inconsistent", "not run") if (n := sum(v.status == s for v in own)))
-    title, tutorial = SYSTEMS[system]
+    title = SYSTEMS[system]
     rows = "\n".join(map(claim_row, shown)) or '<div class="claim none"><div class="words">No reference run yet: nothing is measured that a claim could be compared with.</div></div>'
     scale = '<div class="scale" aria-hidden="true"><span>0</span><span>as claimed</span><span>twice</span></div>' if shown else ""
-    return f'<figure class="system"><h3>{title}</h3>\n{rows}\n{scale}<figcaption>{len(own)} claims: {counts}. Bars are our intervals.</figcaption></figure>'
+    key = " A dot: it held; a square: it did not; a bar: our interval." if shown else ""
+    go = f'<a href="{link}">Tutorial</a>' if link else ""
+    return f'<figure class="system"><h3>{title}</h3>\n{rows}\n{scale}<figcaption>{len(own)} claims: {counts}.{key} {go}</figcaption></figure>'
 
 # %% ../../nbs/lab/18_results.ipynb #3408a475
 def _percent(ratio: dict) -> str: return with_interval({"value": 100 * ratio["value"], "interval": ratio["interval"] and [100 * v for v in ratio["interval"]]}, 1)

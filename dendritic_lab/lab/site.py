@@ -7,7 +7,7 @@ __all__ = ['TABLES', 'notebooks', 'module_pages', 'users_of', 'title_and_line', 
            'experiments_page', 'dsn_table', 'perforated_table', 'dendritic_lm_table', 'ratios_table', 'home_figures',
            'tutorial_list', 'page_gallery', 'fill', 'stage', 'between', 'update_readme']
 
-# %% ../../nbs/lab/07_site.ipynb #71697aa1
+# %% ../../nbs/lab/07_site.ipynb #9b4c86ea
 import json
 import re
 import shutil
@@ -17,7 +17,7 @@ from .claims import Verdict, judge_all, reference_runs
 from .experiments import find_experiments, project_root
 from .record import read_metrics
 from .reference import imported_modules, module_of, page_cells, page_of
-from .report import render_math
+from .report import render_math, write_html
 from .results import SYSTEMS, comparison_table, gallery, gallery_figures, newest_run, system_figure, with_interval
 
 # %% ../../nbs/lab/07_site.ipynb #4fe1e740
@@ -78,23 +78,24 @@ def stage_notebooks(root: Path, docs: Path):
         modules = ", ".join(f"[`{m}`](../library/{pages[m][0]})" for m in imported_modules(path) if m in pages)
         write_page(path, docs / "tutorials" / re.sub(r"^[0-9]+_", "", path.name), f"## Where to go on\n\nModules used here: {modules}. This page is the notebook `{path.relative_to(root)}`: open it with `make lab` and change it." if modules else "")
 
-# %% ../../nbs/lab/07_site.ipynb #67d558ea
+# %% ../../nbs/lab/07_site.ipynb #cc4b2a65
 def claims_page(verdicts: list[Verdict]) -> str:
     "The table of claims as a page."
     counts = {s: sum(v.status == s for v in verdicts) for s in ("reproduced", "not reproduced", "inconsistent", "not run")}
     lines = ["---", "title: Claims", "---", "", "Every figure that the founding documents claim, with what was measured here. An *inconsistent* claim fails its own arithmetic: "
              "the check is shown beside it. *Not run* means that no reference run answers it yet.", "",
-             ", ".join(f"{n} {s}" for s, n in counts.items()) + ".", "", "| claim | claimed | status | measured here | the check that fails, our setting, notes |", "|---|---|---|---|---|"]
+             ", ".join(f"{n} {s}" for s, n in counts.items()) + ".", "", "| claim | claimed | status | measured here | the check that fails, our setting, notes | run |", "|---|---|---|---|---|---|"]
     for v in verdicts:
         value = v.claim["value"]
         claimed = "a table" if isinstance(value, (dict, list)) else f"{value} {v.claim['unit']}"
+        run = f"[report](reports/{v.run.split('/')[-2]}-{v.run.split('/')[-1]}.html)" if v.run and "/" in v.run else ""
         note = "; ".join(filter(None, [f"`{v.claim['check']}`" if v.status == "inconsistent" else "", (v.metric or {}).get("setting", ""), v.claim.get("note", "")]))
-        lines.append("| " + " | ".join(str(c).replace("|", "\\|") for c in (f"`{v.claim['id']}`", claimed, v.status, v.measured, note)) + " |")
+        lines.append("| " + " | ".join(str(c).replace("|", "\\|") for c in (f"`{v.claim['id']}`", claimed, v.status, v.measured, note, run)) + " |")
     return "\n".join(lines) + "\n"
 
-# %% ../../nbs/lab/07_site.ipynb #5440715e
+# %% ../../nbs/lab/07_site.ipynb #8401a448
 def experiments_page(root: Path, docs: Path) -> str:
-    "A page that lists every experiment and its reference reports, which are copied beside it."
+    "A page that lists every experiment and its reference reports, which are written beside it."
     lines = ["---", "title: Experiments", "---", "", "Each experiment is a notebook that takes parameters. These are the runs that this site cites.", ""]
     pages = module_pages(root)
     for name, experiment in find_experiments(root).items():
@@ -105,7 +106,7 @@ def experiments_page(root: Path, docs: Path) -> str:
             environment = json.loads((run / "environment.json").read_text(encoding="utf-8"))
             target = docs / "reports" / f"{name}-{run.name}.html"
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(run / "report.html", target)
+            write_html(run / "report.ipynb", target)
             sources = ", ".join(f"{d['data']} ({d['source']})" for d in environment["data"])
             lines.append(f"- [Report {run.name}](reports/{target.name}): {sources}; {environment['hardware']['cpu']}, {environment['seconds'] / 60:.0f} minutes")
         lines += [] if runs else ["No reference run yet."]
@@ -179,11 +180,11 @@ def ratios_table(root: Path) -> str:
                                                           "| direction | tokens | backend | 50 % dropped | 75 % | 90 % |", "|---|---|---|---|---|---|", *rows]
     return "\n\n".join("\n".join(lines) for lines in tables.values()) or "Not measured yet."
 
-# %% ../../nbs/lab/07_site.ipynb #87a61b14
+# %% ../../nbs/lab/07_site.ipynb #a872f0cd
 def home_figures(root: Path) -> str:
     "One figure per system for the home page."
-    verdicts = judge_all(root)
-    return "```{=html}\n<div class=\"systems\">\n" + "\n".join(system_figure(s, verdicts) for s in SYSTEMS) + "\n</div>\n```"
+    verdicts, links = judge_all(root), {s: f"docs/tutorials/{s}.html" for s in SYSTEMS if any(p.stem.endswith(f"_{s}") for p in notebooks(root, "tutorials"))}
+    return "```{=html}\n<div class=\"systems\">\n" + "\n".join(system_figure(s, verdicts, links.get(s, "")) for s in SYSTEMS) + "\n</div>\n```"
 
 
 def tutorial_list(root: Path) -> str:
