@@ -24,7 +24,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 def site(tmp_path_factory) -> Path:
     "The site, built by smalldocs from a copy of what it is made of."
     root, copy = Path(__file__).resolve().parents[1], tmp_path_factory.mktemp("site")
-    for name in ("nbs", "outputs/reference", "dendritic_lab/lab"): shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__"))
+    for name in ("nbs", "pages", "outputs/reference", "dendritic_lab/lab"): shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__"))
     for name in ("settings.ini", "index.qmd", "LOG.md"): shutil.copy(root / name, copy)
     (copy / "_quarto.yml").write_text((root / "_quarto.yml").read_text().replace(".venv/bin", str(Path(sys.executable).parent)))
     done = subprocess.run([Path(sys.executable).parent / "smalldocs", "render"], cwd=copy, capture_output=True, text=True)
@@ -60,8 +60,9 @@ def test_no_internal_link_is_broken(site):
 
 
 def test_every_notebook_and_the_claims_have_a_page(site, root):
-    notebooks = [p.relative_to(root / "nbs") for p in (root / "nbs").rglob("*.ipynb") if p.parts[-2] != "experiments" and ".ipynb_checkpoints" not in p.parts]
+    notebooks = [p.relative_to(root / "nbs") for p in (root / "nbs").rglob("*.ipynb") if not {"experiments", "tutorials", "explorers"} & set(p.parts) and p.name != "launcher.ipynb" and ".ipynb_checkpoints" not in p.parts]
     for path in notebooks: assert (site / "docs/library" / path.parent / (re.sub(r"^\d+_", "", path.stem) + ".html")).exists(), path
+    for path in (root / "nbs/tutorials").glob("[!.]*.ipynb"): assert (site / "docs/tutorials" / (re.sub(r"^\d+_", "", path.stem) + ".html")).exists(), path
     claims = (site / "docs/claims.html").read_text()
     assert "dsn.accuracy" in claims and "inconsistent" in claims
 

@@ -12,48 +12,48 @@ from pathlib import Path
 
 from .experiments import UsageError, project_root
 
-# %% ../../nbs/lab/09_new.ipynb #a0ff3bf4
+# %% ../../nbs/lab/09_new.ipynb #439f58a5
 NOTEBOOK = '''\
-%% md
+=== md
 # TITLE
 
 > Does one dendrite on each neuron help a classifier of sentences? Write your own question here.
-%% parameters
+=== parameters
 seeds: int = 2  # models of each kind, trained from seeds 0, 1, ...; 1..20
 data: str = "embedded"  # where the sentences come from; auto|local|hub|embedded
 train_rows: int = 200  # training texts at most, 0 for all; 0..1000000
 test_rows: int = 100  # test texts at most, 0 for all; 0..1000000
 epochs: int = 2  # passes over the data; 1..200
 lr: float = 1e-3  # learning rate; 0..1
-%%
+===
 from IPython.display import Markdown, display
 verdict = display(Markdown("*The verdict stands here when the run is complete.*"), display_id=True)
-%%
+===
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
-%%
+===
 from dendritic_lab.data import load
 from dendritic_lab.data.batches import text_batches
 from dendritic_lab.data.benchmarks import sample
 from dendritic_lab.lab.record import Recorder
 from dendritic_lab.models.dsn import DSNForSequenceClassification
 from dendritic_lab.training import accuracy, fit, predict
-%%
+===
 recorder = Recorder("NAME")
-%% md
+=== md
 ## Data
 
 The recorder keeps what was loaded, with its sha256. The test set is read once, at the end.
-%%
+===
 rows = sample(load("sst2", source=data), {"train": train_rows, "test": test_rows})
 recorder.dataset(rows.record)
 pd.Series({split: len(of) for split, of in rows.items()}, name="rows").to_frame()
-%% md
+=== md
 ## Arms
 
 Both arms have the same embeddings, data, seeds and settings; only the dendrites differ.
-%%
+===
 def tested(dendrites, seed):
     "Test accuracy, %, of one trained model."
     torch.manual_seed(seed)
@@ -63,25 +63,25 @@ def tested(dendrites, seed):
     return 100 * accuracy(predict(model, batches("test")), torch.tensor(rows["test"]["label"]))
 
 found = {name: [tested(k, seed) for seed in range(seeds)] for name, k in (("plain", 0), ("dendrites", 1))}
-%% md
+=== md
 ## Results
 
 Several values become a mean with an interval over seeds. The question is about the difference, so the difference gets an interval too.
-%%
+===
 setting = f"sst2, {len(rows['test'])} test sentences, {len(rows['train'])} for training"
 scores = {name: recorder.metric(f"{name}.accuracy", values, "%", setting=setting, seeds=range(seeds), headline=True) for name, values in found.items()}
 gain = recorder.metric("gain.accuracy", [d - p for p, d in zip(*found.values())], "points", setting=f"{setting}; with dendrites less plain", seeds=range(seeds), headline=True)
 pd.DataFrame({"accuracy, %": {name: f"{score:.1f}" for name, score in scores.items()}})
-%%
+===
 figure, axis = plt.subplots(figsize=(5, 2))
 for i, score in enumerate(scores.values()): axis.errorbar(score.mean, i, xerr=[[score.mean - score.low], [score.high - score.mean]], fmt="o", capsize=3)
 axis.set(yticks=range(len(scores)), yticklabels=scores, xlabel="test accuracy, %", ylim=(-0.5, len(scores) - 0.5))
 recorder.figure(figure, "accuracy", "Test accuracy, mean with 95 % interval over seeds.")
 plt.show()
-%%
+===
 told = "cannot be told from none" if gain.low <= 0 <= gain.high else "is more than none" if gain.low > 0 else "is a loss"
 verdict.update(Markdown(f"**Dendrites change accuracy by {gain:.1f} points with {seeds} seeds: what they add {told}.**"))
-%%
+===
 recorder.finish();
 '''
 PROFILES = """\
@@ -104,11 +104,11 @@ def test_NAME_runs_in_its_smoke_profile(lab, root, tmp_path):
     assert 0 <= figures["dendrites.accuracy"]["value"] <= 100 and len(figures["gain.accuracy"]["values"]) == 2
 '''
 
-# %% ../../nbs/lab/09_new.ipynb #7b3d96ac
+# %% ../../nbs/lab/09_new.ipynb #b2fe3f13
 def as_notebook(text: str) -> dict:
     "A notebook of the cells in `text`."
     cells = []
-    for part in re.split(r"^%% ?", text, flags=re.MULTILINE)[1:]:
+    for part in re.split(r"^=== ?", text, flags=re.MULTILINE)[1:]:
         kind, _, source = part.partition("\n")
         cell = {"cell_type": "markdown" if kind == "md" else "code", "id": f"cell-{len(cells):02d}", "metadata": {"tags": ["parameters"]} if kind == "parameters" else {}, "source": source.strip("\n").splitlines(keepends=True)}
         cells.append(cell if kind == "md" else {**cell, "execution_count": None, "outputs": []})

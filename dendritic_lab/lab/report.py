@@ -90,7 +90,7 @@ def rerun_command(record: dict) -> str:  # the content of params.yaml
     words = [f"-p '{name}={value(v)}'" if re.search(r"[^\w.=,+-]", value(v)) else f"-p {name}={value(v)}" for name, v in record["parameters"].items()]
     return " ".join([f"dendritic-lab run {record['experiment']} --profile {record['profile']}", *words])
 
-# %% ../../nbs/lab/02_report.ipynb #cadf41bb
+# %% ../../nbs/lab/02_report.ipynb #5c0c6f61
 def answered_claims(metrics: list[dict]) -> str:
     "The claims that a run's figures answer, as HTML; empty where it answers none."
     from dendritic_lab.lab.claims import judge, load_claims
@@ -103,10 +103,13 @@ def answered_claims(metrics: list[dict]) -> str:
 def recorded(folder: Path) -> str:
     "What a run's folder says about it, as HTML; parts whose files are missing are left out."
     import yaml
+
+    from dendritic_lab.lab.record import MetricsError, read_metrics
     read = lambda name: (folder / name).read_text(encoding="utf-8") if (folder / name).exists() else ""
     parts = []
-    if text := read("metrics.json"):
-        metrics = json.loads(text)["metrics"]
+    try: metrics = read_metrics(folder / "metrics.json")["metrics"] if read("metrics.json") else []
+    except MetricsError as e: metrics, parts = [], [f"<p>{html.escape(str(e))}</p>"]
+    if metrics:
         spread = lambda m: f"[{_number(m['interval'][0])}, {_number(m['interval'][1])}]" if m["interval"] else ""
         rows = [[m["name"], _number(m["value"]), spread(m), m["unit"], len(m["values"]), m["setting"]] for m in metrics]
         parts += [answered_claims(metrics), f"<h2>All figures</h2><details><summary>{len(rows)} figures with intervals</summary>{_table(['figure', 'value', 'interval', 'unit', 'values', 'setting'], rows)}</details>"]
@@ -123,18 +126,18 @@ def recorded(folder: Path) -> str:
     if text := read("params.yaml"): parts.append(f"<h2>Run it again</h2><pre>{html.escape(rerun_command(yaml.safe_load(text)))}</pre>")
     return "\n".join(parts)
 
-# %% ../../nbs/lab/02_report.ipynb #be0ec80b
+# %% ../../nbs/lab/02_report.ipynb #8d2b4744
 def _folded(source: str) -> str:
     "Code as a folded piece of Markdown; line ends are written as &#10;, because an empty line would end the piece."
     return "<details><summary>Code</summary><pre>" + html.escape(source).replace("\n", "&#10;") + "</pre></details>"
 
 
-def _failure(notebook) -> str:
-    "A paragraph about the first error of an executed notebook, as HTML; empty where there is none."
+def _failure(notebook, reason: str) -> str:
+    "What went wrong, as HTML: the first error of an executed notebook, or else `reason`; empty where there is neither."
     for i, cell in enumerate(notebook.cells, 1):
         for output in cell.get("outputs", []):
-            if output.output_type == "error": return f'<details class="failure" open><summary>This run failed</summary><p><strong>{html.escape(output.ename)}</strong> in cell {i}: {html.escape(output.evalue)}</p></details>'
-    return ""
+            if output.output_type == "error": reason = f"{output.ename}: {output.evalue} (cell {i} of this notebook)"
+    return f'<details class="failure" open><summary>This run failed</summary><p><strong>{html.escape(reason)}</strong></p></details>' if reason else ""
 
 
 def _for_reading(notebook):
@@ -168,12 +171,12 @@ def _with_descriptions(body: str) -> str:
     return re.sub('alt="No description has been provided for this image"', lambda found: f'alt="Figure of the section: {html.escape(html.unescape(heading(found)))}"', body)
 
 
-def write_html(notebook: Path, target: Path):
+def write_html(notebook: Path, target: Path, failure: str = ""):  # failure: why a run failed, where the notebook does not say it
     "Write `notebook` and what its folder recorded as a self-contained page. Raises `ValueError` when it would load anything from elsewhere."
     import nbformat
     from nbconvert import HTMLExporter
     content = nbformat.read(notebook, as_version=4)
-    failure = _failure(content)
+    failure = _failure(content, failure)
     exporter = HTMLExporter(template_name="basic", exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True, embed_images=True)
     body, _ = exporter.from_notebook_node(_for_reading(content))
     body = re.sub(r'<a class="anchor-link".*?</a>', "", body, flags=re.DOTALL)  # their addresses break on punctuation

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TABLES', 'notebooks', 'module_pages', 'users_of', 'title_and_line', 'write_page', 'stage_notebooks', 'claims_page',
            'experiments_page', 'dsn_table', 'perforated_table', 'dendritic_lm_table', 'ratios_table', 'home_figures',
-           'tutorial_list', 'page_gallery', 'fill', 'stage', 'between', 'update_readme']
+           'tutorial_list', 'explorer_list', 'page_gallery', 'fill', 'stage', 'between', 'update_readme']
 
 # %% ../../nbs/lab/07_site.ipynb #9b4c86ea
 import json
@@ -20,11 +20,11 @@ from .reference import imported_modules, module_of, page_cells, page_of
 from .report import render_math, write_html
 from .results import SYSTEMS, comparison_table, gallery, gallery_figures, newest_run, system_figure, with_interval
 
-# %% ../../nbs/lab/07_site.ipynb #4fe1e740
+# %% ../../nbs/lab/07_site.ipynb #afae3317
 def notebooks(root: Path, of: str = "*") -> list[Path]:
     "Notebooks of the folders under nbs/ that match `of`, without experiments and hidden ones."
     found = sorted(p for p in (root / "nbs").glob(f"{of}/[!_.]*.ipynb" if of != "*" else "**/[!_.]*.ipynb") if ".ipynb_checkpoints" not in p.parts)
-    return [p for p in found if of != "*" or p.relative_to(root / "nbs").parts[0] not in ("experiments", "tutorials", "explorers")]
+    return [p for p in found if of != "*" or p.relative_to(root / "nbs").parts[0] not in ("experiments", "tutorials", "explorers", "launcher.ipynb")]
 
 
 def module_pages(root: Path) -> dict[str, list[str]]:
@@ -180,7 +180,7 @@ def ratios_table(root: Path) -> str:
                                                           "| direction | tokens | backend | 50 % dropped | 75 % | 90 % |", "|---|---|---|---|---|---|", *rows]
     return "\n\n".join("\n".join(lines) for lines in tables.values()) or "Not measured yet."
 
-# %% ../../nbs/lab/07_site.ipynb #a872f0cd
+# %% ../../nbs/lab/07_site.ipynb #37c526d2
 def home_figures(root: Path) -> str:
     "One figure per system for the home page."
     verdicts, links = judge_all(root), {s: f"docs/tutorials/{s}.html" for s in SYSTEMS if any(p.stem.endswith(f"_{s}") for p in notebooks(root, "tutorials"))}
@@ -191,6 +191,12 @@ def tutorial_list(root: Path) -> str:
     "The tutorials as a list of links for a page in docs/."
     told = [(re.sub(r"^[0-9]+_", "", p.name), *title_and_line(p)) for p in notebooks(root, "tutorials")]
     return "\n".join(f"- [{title}](tutorials/{name}): {line}" for name, title, line in told)
+
+
+def explorer_list(root: Path) -> str:
+    "The explorers as a list: they are opened in JupyterLab, not on a page."
+    told = [(p, *title_and_line(p)) for p in notebooks(root, "explorers")]
+    return "\n".join(f"- `{p.relative_to(root)}`: {line}" for p, title, line in told)
 
 
 def page_gallery(root: Path, docs: Path) -> str:
@@ -205,7 +211,7 @@ def page_gallery(root: Path, docs: Path) -> str:
 
 def fill(text: str, root: Path, docs: Path) -> str:
     "A page with its parts put in and its formulas drawn. Raises `KeyError` for an unknown part."
-    parts = {"systems": lambda: home_figures(root), "comparison": lambda: comparison_table(root), "kernels": lambda: ratios_table(root), "tutorials": lambda: tutorial_list(root),
+    parts = {"systems": lambda: home_figures(root), "comparison": lambda: comparison_table(root), "kernels": lambda: ratios_table(root), "tutorials": lambda: tutorial_list(root), "explorers": lambda: explorer_list(root),
              "gallery": lambda: page_gallery(root, docs), "dsn": lambda: dsn_table(root), "perforated": lambda: perforated_table(root), "dendritic_lm": lambda: dendritic_lm_table(root)}
     return re.sub(r"<!-- part: (\w+) -->", lambda found: parts[found[1]](), render_math(text))
 
