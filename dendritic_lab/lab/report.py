@@ -13,7 +13,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-# %% ../../nbs/lab/02_report.ipynb #be105fcc
+# %% ../../nbs/lab/02_report.ipynb #6970aced
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2430; --soft: #566072; --line: #d9dee7; --shade: #f5f7fa; --accent: #0b5cad; --paper: #fff; --strong: #000 }
 @media (prefers-color-scheme: dark) { :root { --ink: #dfe3ea; --soft: #a6afbf; --line: #3a4150; --shade: #21262f; --accent: #7db8f5; --paper: #16191f; --strong: #fff } img { background: #fff } }
@@ -31,7 +31,7 @@ strong { color: var(--strong) } td, th { overflow-wrap: normal } td code, th cod
 """
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>{style}</style></head>
+<title>{title}</title><link rel="icon" href="data:,"><style>{style}</style></head>
 <body>
 {body}
 </body></html>
@@ -126,7 +126,7 @@ def recorded(folder: Path) -> str:
     if text := read("params.yaml"): parts.append(f"<h2>Run it again</h2><pre>{html.escape(rerun_command(yaml.safe_load(text)))}</pre>")
     return "\n".join(parts)
 
-# %% ../../nbs/lab/02_report.ipynb #8d2b4744
+# %% ../../nbs/lab/02_report.ipynb #c5a793ee
 def _folded(source: str) -> str:
     "Code as a folded piece of Markdown; line ends are written as &#10;, because an empty line would end the piece."
     return "<details><summary>Code</summary><pre>" + html.escape(source).replace("\n", "&#10;") + "</pre></details>"
@@ -182,6 +182,7 @@ def write_html(notebook: Path, target: Path, failure: str = ""):  # failure: why
     body = re.sub(r'<a class="anchor-link".*?</a>', "", body, flags=re.DOTALL)  # their addresses break on punctuation
     title = re.search(r"<h1[^>]*>(.*?)<", body, re.DOTALL)
     page = PAGE.format(title=html.escape(html.unescape(title[1] if title else notebook.stem)), style=STYLE, body=f"<main>{failure}{_with_descriptions(body)}{recorded(notebook.parent)}</main>")
+    page = re.sub(r"<(pre|table)(?=[ >])", r'<\1 tabindex="0"', page)  # what scrolls can be reached by keyboard
     loads = external_loads(page)
     if loads: raise ValueError(f"the report would load from elsewhere: {', '.join(loads[:3])}")
     target.write_text(page, encoding="utf-8")
