@@ -7,7 +7,7 @@ __all__ = ['Argument', 'comments', 'header', 'arguments', 'returns', 'signature'
            'describe_class', 'describe', 'only_imports', 'plain', 'has_figure', 'page_cells', 'imported_modules',
            'module_of', 'page_of']
 
-# %% ../../nbs/lab/17_reference.ipynb #8659ac90
+# %% ../../nbs/lab/17_reference.ipynb #551e3952
 import ast
 import io
 import json
@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
-from .report import render_math
+from .report import CODE, render_math
 
 # %% ../../nbs/lab/17_reference.ipynb #cb3b28fa
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def signature(name: str, function: ast.FunctionDef) -> str:
     line = f"{name}({', '.join(text)}){back}"
     return line if len(line) <= 100 else "\n".join([f"{name}(", *(f"    {t}," for t in text), f"){back}"])
 
-# %% ../../nbs/lab/17_reference.ipynb #333cb1b3
+# %% ../../nbs/lab/17_reference.ipynb #2348bd6b
 def _cell(text: str) -> str: return text.replace("|", "\\|").replace("\n", " ")
 def _code(text: str) -> str: return f"`{_cell(text)}`" if text else ""
 
@@ -84,7 +84,10 @@ def parameter_table(found: list[Argument]) -> str:
     return "\n".join(["| parameter | type | default | meaning |", "|---|---|---|---|", *rows]) if rows else ""
 
 
-def _docstring(node) -> str: return ast.get_docstring(node) or ""
+def _docstring(node) -> str:
+    "The docstring as Markdown: a product sign between two words is no emphasis."
+    parts = CODE.split(ast.get_docstring(node) or "")
+    return "".join(part if i % 2 else re.sub(r"(?<=[\w)])\*(?=[\w(])", r"\\*", part) for i, part in enumerate(parts))
 
 
 def describe_function(node: ast.FunctionDef, said: dict[int, str]) -> str:
