@@ -78,22 +78,22 @@ def stage_notebooks(root: Path, docs: Path):
         modules = ", ".join(f"[`{m}`](../library/{pages[m][0]})" for m in imported_modules(path) if m in pages)
         write_page(path, docs / "tutorials" / re.sub(r"^[0-9]+_", "", path.name), f"## Where to go on\n\nModules used here: {modules}. This page is the notebook `{path.relative_to(root)}`: open it with `make lab` and change it." if modules else "")
 
-# %% ../../nbs/lab/07_site.ipynb #cc4b2a65
+# %% ../../nbs/lab/07_site.ipynb #6b3be4d1
 def claims_page(verdicts: list[Verdict]) -> str:
     "The table of claims as a page."
     counts = {s: sum(v.status == s for v in verdicts) for s in ("reproduced", "not reproduced", "inconsistent", "not run")}
     lines = ["---", "title: Claims", "---", "", "Every figure that the founding documents claim, with what was measured here. An *inconsistent* claim fails its own arithmetic: "
              "the check is shown beside it. *Not run* means that no reference run answers it yet.", "",
-             ", ".join(f"{n} {s}" for s, n in counts.items()) + ".", "", "| claim | claimed | status | measured here | the check that fails, our setting, notes | run |", "|---|---|---|---|---|---|"]
+             ", ".join(f"{n} {s}" for s, n in counts.items()) + ".", "", "| claim | claimed | status | measured here | run | the check that fails, our setting, notes |", "|---|---|---|---|---|---|"]
     for v in verdicts:
         value = v.claim["value"]
         claimed = "a table" if isinstance(value, (dict, list)) else f"{value} {v.claim['unit']}"
         run = f"[report](reports/{v.run.split('/')[-2]}-{v.run.split('/')[-1]}.html)" if v.run and "/" in v.run else ""
         note = "; ".join(filter(None, [f"`{v.claim['check']}`" if v.status == "inconsistent" else "", (v.metric or {}).get("setting", ""), v.claim.get("note", "")]))
-        lines.append("| " + " | ".join(str(c).replace("|", "\\|") for c in (f"`{v.claim['id']}`", claimed, v.status, v.measured, note, run)) + " |")
+        lines.append("| " + " | ".join(str(c).replace("|", "\\|") for c in (f"`{v.claim['id']}`", claimed, v.status, v.measured, run, note)) + " |")
     return "\n".join(lines) + "\n"
 
-# %% ../../nbs/lab/07_site.ipynb #8401a448
+# %% ../../nbs/lab/07_site.ipynb #6096be92
 def experiments_page(root: Path, docs: Path) -> str:
     "A page that lists every experiment and its reference reports, which are written beside it."
     lines = ["---", "title: Experiments", "---", "", "Each experiment is a notebook that takes parameters. These are the runs that this site cites.", ""]
@@ -108,7 +108,8 @@ def experiments_page(root: Path, docs: Path) -> str:
             target.parent.mkdir(parents=True, exist_ok=True)
             write_html(run / "report.ipynb", target)
             sources = ", ".join(f"{d['data']} ({d['source']})" for d in environment["data"])
-            lines.append(f"- [Report {run.name}](reports/{target.name}): {sources}; {environment['hardware']['cpu']}, {environment['seconds'] / 60:.0f} minutes")
+            about = filter(None, [sources, f"{environment['hardware']['cpu']}, {environment['seconds'] / 60:.0f} min"])
+            lines.append(f"- [Report {run.name}](reports/{target.name}): {'; '.join(about)}")
         lines += [] if runs else ["No reference run yet."]
         lines.append("")
     return "\n".join(lines)
