@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lab docs kernels readme export clean
+.PHONY: help install demo test lab docs serve kernels readme export clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -23,12 +23,15 @@ test: install  ## ruff, every notebook, every test, and a build of the site
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest
 
-lab: install  ## open JupyterLab on the notebooks
-	$(BIN)/jupyter lab --notebook-dir=nbs
+lab: install  ## open JupyterLab on its launcher notebook
+	$(BIN)/jupyter lab --notebook-dir=nbs nbs/launcher.ipynb
 
 docs: install  ## build the site into _site, with quarto or else smalldocs
 	@if command -v quarto >/dev/null; then echo "building with quarto"; quarto render; \
 	else echo "building with smalldocs (quarto is not on the PATH)"; $(BIN)/smalldocs render; fi
+
+serve: docs  ## build the site and serve it on this machine, port 8000
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory _site 8000
 
 kernels: install  ## build the C++ extension of the attention kernels ahead of its first use
 	$(BIN)/python -m dendritic_kernels

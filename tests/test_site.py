@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import importlib.resources
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 def site(tmp_path_factory) -> Path:
     "The site, built by smalldocs from a copy of what it is made of."
     root, copy = Path(__file__).resolve().parents[1], tmp_path_factory.mktemp("site")
-    for name in ("nbs", "outputs/reference", "dendritic_lab/lab"): shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__"))
+    for name in ("nbs", "pages", "outputs/reference", "dendritic_lab/lab"): shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__"))
     for name in ("settings.ini", "index.qmd", "LOG.md"): shutil.copy(root / name, copy)
     (copy / "_quarto.yml").write_text((root / "_quarto.yml").read_text().replace(".venv/bin", str(Path(sys.executable).parent)))
     done = subprocess.run([Path(sys.executable).parent / "smalldocs", "render"], cwd=copy, capture_output=True, text=True)
@@ -60,8 +61,9 @@ def test_no_internal_link_is_broken(site):
 
 
 def test_every_notebook_and_the_claims_have_a_page(site, root):
-    notebooks = [p.relative_to(root / "nbs") for p in (root / "nbs").rglob("*.ipynb") if p.parts[-2] != "experiments" and ".ipynb_checkpoints" not in p.parts]
+    notebooks = [p.relative_to(root / "nbs") for p in (root / "nbs").rglob("*.ipynb") if not {"experiments", "tutorials", "explorers"} & set(p.parts) and p.name != "launcher.ipynb" and ".ipynb_checkpoints" not in p.parts]
     for path in notebooks: assert (site / "docs/library" / path.parent / (re.sub(r"^\d+_", "", path.stem) + ".html")).exists(), path
+    for path in (root / "nbs/tutorials").glob("[!.]*.ipynb"): assert (site / "docs/tutorials" / (re.sub(r"^\d+_", "", path.stem) + ".html")).exists(), path
     claims = (site / "docs/claims.html").read_text()
     assert "dsn.accuracy" in claims and "inconsistent" in claims
 
@@ -92,21 +94,67 @@ def serve(site):
     server.shutdown()
 
 
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
-def test_a_browser_shows_pages_and_reports_without_errors_or_other_hosts(serve, site):
+@pytest.fixture
+def browser(serve):
+    "A page of a real browser, and what went wrong there: errors on the console, requests to other hosts, pictures that are not there."
     from playwright.sync_api import sync_playwright
-    reports = [str(p.relative_to(site)) for p in site.glob("docs/reports/*.html")]
     with sync_playwright() as playwright:
         options = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*options, "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"])
-        page = browser.new_page(viewport={"width": 380, "height": 800})
-        errors, elsewhere = [], []
-        page.on("console", lambda m: errors.append(m.text) if m.type == "error" and "favicon.ico" not in m.location["url"] else None)
-        page.on("pageerror", lambda e: errors.append(str(e)))
-        page.on("request", lambda r: elsewhere.append(r.url) if not r.url.startswith((serve, "data:", "blob:")) else None)
-        for path in ["index.html", "docs/claims.html", "docs/experiments.html", "docs/library/layers/dendritic_linear.html", *reports]:
-            page.goto(f"{serve}/{path}")
-            assert page.locator("h1").first.is_visible(), path
-        browser.close()
-    assert errors == [] and elsewhere == []
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=[*options, "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"])
+        page, wrong = started.new_page(viewport={"width": 380, "height": 800}), []
+        page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
+        page.on("pageerror", lambda e: wrong.append(str(e)))
+        page.on("request", lambda r: wrong.append(r.url) if not r.url.startswith((serve, "data:", "blob:")) else None)
+        yield page, wrong
+        started.close()
+
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_a_browser_shows_every_page_on_a_phone_without_errors_or_other_hosts(serve, site, browser):
+    page, wrong = browser
+    for path in sorted(str(p.relative_to(site)) for p in site.rglob("*.html")):
+        page.goto(f"{serve}/{path}")
+        assert page.locator("h1").first.is_visible(), path
+        assert page.evaluate("document.documentElement.scrollWidth") <= 380, f"{path} is wider than a phone"
+        assert page.evaluate("[...document.images].filter(i => i.complete && !i.naturalWidth).length") == 0, f"{path} has a picture that does not load"
+        assert page.evaluate("[...document.images].filter(i => !i.alt).length") == 0, f"{path} has a picture without an alternative text"
+    assert wrong == []
+
+
+@pytest.mark.browser
+@needs_chromium
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_pages_have_no_serious_accessibility_violation(serve, site, browser, mode):
+    axe = importlib.resources.files("axe_playwright_python").joinpath("axe.min.js").read_text()
+    page, _ = browser
+    page.emulate_media(color_scheme=mode)
+    report = min(str(p.relative_to(site)) for p in site.glob("docs/reports/*.html"))
+    for path in ["index.html", "docs/start.html", "docs/concepts.html", "docs/claims.html", "docs/experiments.html", "docs/kernels.html", "docs/tutorials/dsn.html", "docs/library/layers/perforation.html", report]:
+        page.goto(f"{serve}/{path}")
+        page.evaluate(axe)
+        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+        assert [(v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in ("serious", "critical")] == [], path
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_navigation_search_and_sorting_work(serve, browser):
+    page, wrong = browser
+    page.set_viewport_size({"width": 1200, "height": 900})
+    page.goto(f"{serve}/index.html")
+    assert page.locator("figure.system").count() == 5 and page.locator(".claim .mark").count() > 5
+    page.get_by_role("link", name="Claims").first.click()
+    page.wait_for_url("**/docs/claims.html")
+    column = lambda: page.locator("main table").first.locator("tbody tr td:nth-child(3)").all_inner_texts()
+    page.get_by_role("button", name="status").click()
+    assert column() == sorted(column()) and len(set(column())) > 1
+    page.get_by_role("button", name="status").click()
+    assert column() == sorted(column(), reverse=True)
+    page.locator(".smalldocs-search input").first.fill("DendriticLinear")
+    page.locator(".search-result").first.click()
+    page.wait_for_url("**/dendritic_linear.html*")
+    assert wrong == []

@@ -123,11 +123,13 @@ class Run:
         self.status("complete")
         return self.folder.rename(self.finished)
 
-    def fail(self) -> Path:
+    def fail(self, reason: str = "") -> Path:
         "The same for a failed run. A full disk may leave the status unwritten; the name is then all that says it."
         with suppress(OSError, ValueError):  # ValueError: a notebook that a full disk cut off
             self.status("failed")
-            if (self.folder / "report.ipynb").exists(): forget_paths(self.folder / "report.ipynb")
+            if (self.folder / "report.ipynb").exists():
+                forget_paths(self.folder / "report.ipynb")
+                write_html(self.folder / "report.ipynb", self.folder / "report.html", reason)  # what went wrong, and everything up to there
         try: return self.folder.rename(self.finished.with_suffix(".failed"))
         except OSError: return self.folder
 
@@ -161,7 +163,7 @@ def run_experiment(
         on_start(run)
         return _execute(run, root, on_cell)
     except BaseException as e:
-        folder = run.fail()
+        folder = run.fail(str(e) or type(e).__name__)
         if isinstance(e, RunFailed): raise RunFailed(str(e), folder, e.cell) from e.__cause__
         if isinstance(e, OSError): raise RunFailed(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}", folder) from e
         if isinstance(e, Exception): raise RunFailed(f"{type(e).__name__}: {e}", folder) from e   # a report that cannot be rendered, a kernel that does not start
