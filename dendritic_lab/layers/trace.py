@@ -12,36 +12,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# %% ../../nbs/layers/03_trace.ipynb #a9610fcc
+# %% ../../nbs/layers/03_trace.ipynb #049a756e
 def decayed_sum(
     x: Tensor,  # (batch, time, channels)
     decay: Tensor,  # (channels,), in (0, 1)
     state: Tensor | None = None,  # (batch, channels), what came before; None: zeros
     block: int = 16,  # steps that run one after the other in each block
-) -> Tensor:  # (batch, time, channels)
-    """`s_t = decay * s_{t-1} + x_t` for all positions, by a scan over blocks. Exact for every length and decay: only powers with positive exponents occur.
+) -> tuple[Tensor, Tensor]:  # the sum before each position (batch, time, channels), and after the last (batch, channels)
+    """`s_t = decay * s_{t-1} + x_t` for all positions, by a scan over blocks. Exact for every length and decay: only powers with exponents of at least 0 occur.
     Raises `ValueError` for shapes that do not fit."""
     if x.ndim != 3 or decay.shape != x.shape[2:] or (state is not None and state.shape != (x.shape[0], x.shape[2])):
         raise ValueError(f"expected x (batch, time, channels), decay (channels,) and state (batch, channels), got {tuple(x.shape)}, {tuple(decay.shape)} and {None if state is None else tuple(state.shape)}")
     batch, time, channels = x.shape
+    if state is None: state = x.new_zeros(batch, channels)
     if time <= block: return _in_steps(x, decay, state)
     blocks = math.ceil(time / block)
-    padded = F.pad(x, (0, 0, 0, blocks * block - time)).view(batch * blocks, block, channels)
-    inner = _in_steps(padded, decay, None).view(batch, blocks, block, channels)
-    powers = decay ** torch.arange(1, block + 1, device=x.device, dtype=decay.dtype)[:, None]  # (block, channels)
-    first = x.new_zeros(batch, 1, channels) if state is None else state[:, None]
-    starts = torch.cat([first, decayed_sum(inner[:, :-1, -1], powers[-1], state, block)], 1)  # (batch, blocks, channels), before each block
-    return torch.addcmul(inner, powers, starts[:, :, None]).view(batch, blocks * block, channels)[:, :time]
+    padded = F.pad(x, (0, 0, 0, blocks * block - time)) if time % block else x
+    inner, ends = _in_steps(padded.reshape(batch * blocks, block, channels), decay, None)
+    powers = decay ** torch.arange(block + 1, device=x.device, dtype=decay.dtype)[:, None]  # (block + 1, channels)
+    starts, _ = decayed_sum(ends.view(batch, blocks, channels), powers[-1], state, block)  # (batch, blocks, channels), before each block
+    before = torch.addcmul(inner.view(batch, blocks, block, channels), powers[:-1], starts[:, :, None]).view(batch, blocks * block, channels)[:, :time]
+    return before, torch.addcmul(x[:, -1], decay, before[:, -1])
 
 
-def _in_steps(x: Tensor, decay: Tensor, state: Tensor | None) -> Tensor:
-    states = []
+def _in_steps(x: Tensor, decay: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    if not x.shape[1]: return x, state
+    before = []
     for step in x.unbind(1):
+        before.append(torch.zeros_like(step) if state is None else state)
         state = step if state is None else torch.addcmul(step, decay, state)
-        states.append(state)
-    return torch.stack(states, 1) if states else x
+    return torch.stack(before, 1), state
 
-# %% ../../nbs/layers/03_trace.ipynb #592fb924
+# %% ../../nbs/layers/03_trace.ipynb #337f9841
 class NMDATrace(nn.Module):
     """Adds a decaying mean of earlier values to each value, `(batch, time, channels)` to the same. `logit` (channels,) gives decay and gain, a = g = sigmoid(logit).
     State goes in and comes out, so that segments, caches and gradient checkpointing work."""
@@ -66,12 +68,10 @@ class NMDATrace(nn.Module):
 
     def forward(self,
         values: Tensor,  # (batch, time, channels)
-        state: Tensor | None = None,  # (batch, channels), the trace before the first of them; None: zeros
-    ) -> tuple[Tensor, Tensor]:  # values with the trace added, and the trace after the last of them, (batch, channels) in float32
+        state: Tensor | None = None,  # (batch, channels), m before the first of them; None: zeros
+    ) -> tuple[Tensor, Tensor]:  # values with the trace added, and m after the last of them, (batch, channels) in float32
         decay, v = self.decay, values.float()
-        if state is None: state = v.new_zeros(v.shape[0], v.shape[2])
-        trace = decayed_sum((1 - decay) * v, decay, state)
-        before = torch.cat([state[:, None], trace], 1)  # (batch, time + 1, channels)
-        return torch.addcmul(v, decay, before[:, :-1]).to(values.dtype), before[:, -1]
+        before, after = decayed_sum(v, decay, state)
+        return torch.addcmul(v, decay * (1 - decay), before).to(values.dtype), after
 
     def extra_repr(self): return f"{self.channels}"
