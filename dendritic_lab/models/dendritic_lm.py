@@ -284,7 +284,7 @@ class Feedback(nn.Module):
         f = self.norm(self.projection(later))
         return x + torch.sigmoid(self.gate(torch.cat([x, f], -1))) * f
 
-# %% ../../nbs/models/06_dendritic_lm_model.ipynb #08ca9d87
+# %% ../../nbs/models/06_dendritic_lm_model.ipynb #b06eadd4
 class DendriticLMPreTrainedModel(PreTrainedModel):
     config_class = DendriticLMConfig
     base_model_prefix = "model"
@@ -310,7 +310,7 @@ class DendriticLMPreTrainedModel(PreTrainedModel):
             if module.pass_weights is not None: init.zeros_(module.pass_weights)
         else: super()._init_weights(module)
 
-
+# %% ../../nbs/models/06_dendritic_lm_model.ipynb #6b2d4687
 class DendriticLMModel(DendriticLMPreTrainedModel):
     "Embeddings, dendritic layers and a final norm, once or twice: token ids `(batch, time)` to hidden states `(batch, time, hidden_size)`."
     def __init__(self, config: DendriticLMConfig):
@@ -373,7 +373,7 @@ class DendriticLMModel(DendriticLMPreTrainedModel):
         positions = (padding.long().cumsum(1) - 1).clamp(min=0)[:, seen:]
         return padding[:, seen:, None].to(x.dtype), attention_mask(time, seen + time, padding, x.device), positions
 
-
+# %% ../../nbs/models/06_dendritic_lm_model.ipynb #45b01da3
 class DendriticLMForCausalLM(DendriticLMPreTrainedModel, GenerationMixin):
     "The model with a head that predicts the next token. `generate`, `save_pretrained` and `from_pretrained` are transformers'."
     _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}

@@ -153,14 +153,14 @@ def _accelerator(settings: Settings, trackers: tuple[str, ...], tracker_dir: str
     if trackers: accelerator.init_trackers("dendritic_lab", config=plain)
     return accelerator
 
-# %% ../../nbs/training/02_loop.ipynb #9aa5491d
+# %% ../../nbs/training/02_loop.ipynb #8b929ab6
 def _optimizer(model: nn.Module, settings: Settings, steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     "AdamW and a schedule over `steps` steps of it."
     optimizer = torch.optim.AdamW(parameter_groups(model, settings.lr, settings.learning_rates, settings.weight_decay), fused=True)
     plateau = {"mode": "max" if settings.maximize else "min", "factor": 0.5, "patience": 1} if settings.schedule == "reduce_lr_on_plateau" else None
     return optimizer, get_scheduler(settings.schedule, optimizer, round(settings.warmup * steps), steps, plateau)
 
-
+# %% ../../nbs/training/02_loop.ipynb #b9e008e7
 class _Run:
     def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None, average: nn.Module | None, growth, steps: int):
         self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
@@ -289,7 +289,7 @@ class _Run:
         load = self.growth.load if self.growth is not None else nn.Module.load_state_dict
         if self.best is not None or self.average is not None: load(self.bare, self.judged.state_dict() if self.best is None else self.best)
 
-
+# %% ../../nbs/training/02_loop.ipynb #7d4c0d5d
 def _average(model: nn.Module, decay: float) -> nn.Module:
     "timm's running mean of a model's weights, in its `module`."
     from timm.utils import ModelEmaV3
