@@ -34,7 +34,7 @@ def evaluate(m):
         if os.environ["STOP"] == "kill": os.kill(os.getpid(), 9)
         sys.exit(7)
     return {"error": float(loss(m, {"x": x, "y": x[:, :2].sum(1)}))}
-done = fit(model, DataLoader(rows, 8, shuffle=True), loss=loss, evaluate=evaluate, monitor="error", maximize=False, epochs=3, lr=0.02, seed=3, checkpoint=folder / "checkpoint", cpu=True)
+done = fit(model, DataLoader(rows, 8, shuffle=True), loss=loss, evaluate=evaluate, monitor="error", maximize=False, epochs=3, lr=0.02, seed=3, checkpoint=folder / "checkpoint", cpu=True, shard="SHARD" in os.environ)
 if first: (folder / "result.json").write_text(json.dumps({"losses": [r["loss"] for r in done.history], "errors": [r["error"] for r in done.history], "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()}))
 """
 PERFORATED = PLAIN + """
@@ -51,14 +51,43 @@ rows = [{"input_ids": i, "attention_mask": torch.ones(32, dtype=torch.long), "la
 done = perforate(model, DataLoader(rows, 8, shuffle=True), sparsity=0.4, keep_ratio=0.5, lr=1e-3, scorer_lr=1e-2, cpu=True)
 if first: (folder / "perforated.json").write_text(json.dumps({"losses": [r["loss"] for f in done.values() for r in f.history], "weights": torch.cat([p.detach().flatten() for p in [*model.parameters(), model.base_model.controller.offsets]]).tolist()}))
 """
+GROWN = COMMON + """
+from types import SimpleNamespace
+import torch.nn.functional as F
+from dendritic_lab.growth import GrowthConfig, dendrite_layout, export, growth_session
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 8), nn.Linear(8, 2)
+    def forward(self, x, labels=None):
+        logits = self.out(self.hidden(x).relu())
+        return SimpleNamespace(loss=None if labels is None else F.cross_entropy(logits, labels), logits=logits)
+torch.manual_seed(0)
+x = torch.randn(32, 4)
+labels = (x[:, 0] * x[:, 1] > 0).long()
+rows = [{"x": a, "labels": b} for a, b in zip(x, labels)]
+torch.manual_seed(1)
+model = Small()
+score = lambda m: {"loss": F.cross_entropy(m(x).logits, labels).item()}
+with growth_session(folder / "growth", GrowthConfig(switch_mode="fixed", fixed_switch_num=2, maximizing_score=False, library={"retain_all_dendrites": True})) as session:
+    done = fit(session.perforate(model), DataLoader(rows, 8, shuffle=True), epochs=6, lr=0.02, schedule="constant", seed=3, cpu=True, growth=session, evaluate=score, monitor="loss", maximize=False)
+export(model)
+weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+(folder / f"grown{os.environ.get('RANK', '0')}.json").write_text(json.dumps({"losses": [r["loss"] for r in done.history], "scores": [r["validation_loss"] for r in done.history], "dendrites": [r["dendrites"] for r in done.history], "weights": weights}))
+(folder / "result.json").write_text("{}")
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def run(code: str, folder: Path, processes: int, expected: int = 0, **environment: str) -> dict:
     "What `fit` gave to the first of the processes."
     folder.mkdir(exist_ok=True)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | environment
     group = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     started = [subprocess.Popen([sys.executable, "-c", code, str(folder)], env=variables | (group | {"RANK": str(i), "LOCAL_RANK": str(i)} if processes > 1 else {}), stderr=subprocess.PIPE, text=True) for i in range(processes)]
@@ -85,6 +114,29 @@ def test_two_processes_are_one_at_the_same_global_batch(tmp_path, alone):
         one, two = (json.loads((folder / name).read_text()) for folder in (alone, tmp_path))
         assert len(one["losses"]) == losses
         close(one, two, tolerance)
+
+
+def test_dendrites_grow_alike_in_two_processes(tmp_path):
+    run(GROWN, tmp_path / "alone", 1)
+    run(GROWN, tmp_path / "both", 2)
+    one, first, second = (json.loads((tmp_path / name).read_text()) for name in ("alone/grown0.json", "both/grown0.json", "both/grown1.json"))
+    assert max(one["dendrites"]) == 2 and one["dendrites"] == first["dendrites"]
+    assert first["weights"] == second["weights"]
+    close(one, first, 1e-4)
+    assert (tmp_path / "both/growth/history.csv").exists() and (tmp_path / "both/growth/process1/history.csv").exists()
+
+
+def test_weights_spread_over_two_processes_train_as_whole_ones(tmp_path, alone):
+    whole, spread = json.loads((alone / "result.json").read_text()), run(PLAIN, tmp_path / "spread", 2, SHARD="1")
+    close(whole, spread)
+    run(PLAIN, tmp_path / "stopped", 2, expected=7, STOP="exit", SHARD="1")
+    run(PLAIN, tmp_path / "stopped", 1, expected=7, STOP="exit")
+    close(whole, run(PLAIN, tmp_path / "stopped", 2, SHARD="1"))
+
+
+def test_a_notebook_launches_two_processes(tmp_path, alone):
+    launch = f"from accelerate import notebook_launcher\ndef train(): exec({PLAIN!r}, {{}})\nnotebook_launcher(train, num_processes=2, use_port='{free_port()}')"
+    close(json.loads((alone / "result.json").read_text()), run(launch, tmp_path, 1, ACCELERATE_USE_CPU="true"))
 
 
 def test_a_checkpoint_is_resumed_by_another_number_of_processes(tmp_path, alone):

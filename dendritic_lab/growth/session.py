@@ -77,7 +77,7 @@ def set_library(config, name: str, value) -> None:
         raise TypeError(f"PerforatedAI's setting {name!r} is of type {type(now).__name__}, got {value!r}")
     getattr(config, f"set_{name}")(value)
 
-# %% ../../nbs/growth/01_session.ipynb #139deb89
+# %% ../../nbs/growth/01_session.ipynb #86f44555
 @contextmanager
 def contained(folder: Path) -> Iterator[None]:
     "Run library code in `folder`, output to `folder/log.txt`. Raises `GrowthError` where the library would stop the process or prompt."
@@ -85,7 +85,7 @@ def contained(folder: Path) -> Iterator[None]:
 
     def refuse(*_, **__): raise GrowthError(f"PerforatedAI stopped:\n{_last_lines(output)}")
     os.chdir(folder)
-    pdb.set_trace = refuse
+    pdb.set_trace, rank = refuse, os.environ.pop("RANK", None)  # the library saves in the first process only, although each loads
     try:
         with redirect_stdout(output), redirect_stderr(output), warnings.catch_warnings(), _plots_apart():
             warnings.simplefilter("ignore", DeprecationWarning)  # of the library, about numpy
@@ -93,6 +93,7 @@ def contained(folder: Path) -> Iterator[None]:
     except SystemExit as e: raise GrowthError(f"PerforatedAI called sys.exit({e.code}):\n{_last_lines(output)}") from e
     finally:
         pdb.set_trace = prompt
+        if rank is not None: os.environ["RANK"] = rank
         os.chdir(back)
         with open(folder / "log.txt", "a", encoding="utf-8") as log: log.write(output.getvalue())
 
@@ -152,7 +153,7 @@ def check_trained(layers: dict[str, nn.Module]) -> None:
     idle = [name for name, layer in layers.items() if not layer.dendrite_module.dendrite_values[0].current_d_init.item()]
     if idle: raise GrowthError(f"no gradient has reached {', '.join(idle)}: train before the first score, and exclude layers that the model does not use")
 
-# %% ../../nbs/growth/01_session.ipynb #69b8c74a
+# %% ../../nbs/growth/01_session.ipynb #f72b8c32
 class GrowthSession:
     "Made by `growth_session`. One model, from `perforate` to the end of the `with` block."
 
@@ -241,10 +242,12 @@ class GrowthSession:
         if checkpoint is not None: raise GrowthError("a growing run cannot be resumed, because PerforatedAI keeps its state in the process: leave out checkpoint")
         if patience is not None: raise GrowthError("growth decides when to stop: leave out patience")
 
+    own_buffers = ("tracker_string",)  # of the model, which differ between processes: the library's state as text
+
     @property
     def graph(self) -> Path: return self.workdir / "library" / "library.png"
 
-# %% ../../nbs/growth/01_session.ipynb #b5886715
+# %% ../../nbs/growth/01_session.ipynb #99297d1a
 _current: GrowthSession | None = None
 
 
@@ -266,7 +269,8 @@ def growth_session(
     if _current is not None: raise GrowthError(f"a growth session is open already, in {_current.workdir}: PerforatedAI is one global object, so only one model can grow in a process at a time")
     if not isinstance(config, GrowthConfig): raise TypeError(f"config must be a GrowthConfig, got {type(config).__name__}")
     if importlib.util.find_spec("perforatedbp") is not None: raise GrowthError("the package perforatedbp is installed; it changes how PerforatedAI grows, so results would not be comparable: remove it")
-    workdir = Path(workdir).resolve()
+    workdir, process = Path(workdir).resolve(), int(os.environ.get("RANK", 0))
+    if process: workdir = workdir / f"process{process}"  # each process of a data-parallel training grows its own copy of the model
     if (workdir / "library").exists(): raise GrowthError(f"{workdir} holds an earlier session, whose settings PerforatedAI would read: choose a new folder")
     (workdir / "library").mkdir(parents=True)
     with contained(workdir): from perforatedai import globals_perforatedai as GPA, modules_perforatedai as PA

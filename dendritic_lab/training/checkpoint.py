@@ -36,13 +36,13 @@ def join_tensors(tensors: dict[str, Tensor], rest: dict) -> dict:
 class CheckpointError(RuntimeError):
     "A checkpoint cannot be read, or belongs to another run."
 
-# %% ../../nbs/training/01_checkpoint.ipynb #641bbc9a
-def save_checkpoint(folder: Path, model: nn.Module, best: dict[str, Tensor] | None, optimizer: Optimizer, state: dict):
-    "Write a checkpoint in one step: `state` is JSON of the caller's own, `best` the weights of the best epoch so far."
+# %% ../../nbs/training/01_checkpoint.ipynb #6a815e2e
+def save_checkpoint(folder: Path, model: nn.Module, best: dict[str, Tensor] | None, optimizer: dict, state: dict):
+    "Write a checkpoint in one step: `optimizer` is a `state_dict`, `state` JSON of the caller's own, `best` the weights of the best epoch so far."
     new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     for leftover in (new, old): shutil.rmtree(leftover, ignore_errors=True)
     new.mkdir(parents=True)
-    tensors, rest = split_tensors(optimizer.state_dict())
+    tensors, rest = split_tensors(optimizer)
     save_model(model, str(new / "model.safetensors"))
     save_file(tensors, new / "optimizer.safetensors")
     if best is not None: save_file({k: v.contiguous().clone() for k, v in best.items()}, new / "best.safetensors")

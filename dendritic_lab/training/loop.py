@@ -6,11 +6,13 @@
 __all__ = ['parameter_groups', 'DivergenceError', 'Fit', 'Settings', 'fit', 'predict', 'accuracy', 'token_loss',
            'distillation_loss']
 
-# %% ../../nbs/training/02_loop.ipynb #7bfc3fca
+# %% ../../nbs/training/02_loop.ipynb #586b47f8
 import atexit
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .progress import Progress
+from .sharding import load_whole_state, shard as spread, spread_optimizer_state, whole, whole_optimizer_state, whole_state
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +29,7 @@ from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, DistributedType, broadcast, set_seed
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import get_scheduler
 
@@ -91,7 +95,7 @@ class Settings:
         if self.warmup > 1: raise ValueError(f"warmup is a share of all steps, at most 1, got {self.warmup}")
         if self.precision not in ("no", "bf16", "fp16"): raise ValueError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
 
-# %% ../../nbs/training/02_loop.ipynb #d2545aae
+# %% ../../nbs/training/02_loop.ipynb #2a2b4da6
 def fit(
     model: nn.Module,  # trained in place
     train: DataLoader,  # of dictionaries; each is passed as `model(**batch)`
@@ -104,6 +108,7 @@ def fit(
     tracker_dir: str | Path = ".",  # where file-based trackers write
     description: str = "training",  # shown beside the progress bar
     cpu: bool = False,  # stay on the CPU although there is a GPU
+    shard: bool = False,  # with several processes: spread weights, gradients and optimizer state over them (FSDP)
     growth: Any = None,  # a `dendritic_lab.growth.growth_session` that adds dendrites to `model` while it trains
     **settings,  # fields of `Settings`
 ) -> Fit:
@@ -116,16 +121,20 @@ def fit(
         if used and evaluate is None: raise ValueError(f"{name} needs an evaluate function")
     if growth is not None and settings.average is not None: raise ValueError("growth changes the weights' shapes, so there is no average of them: leave average at None")
     if growth is not None: growth.check_fit(model, settings.maximize, checkpoint, settings.patience)
+    for name, used in {"growth": growth is not None, "average": settings.average is not None, "fp16": settings.precision == "fp16"}.items():
+        if shard and used: raise ValueError(f"shard does not work with {name}")
     accelerator = _accelerator(settings, tuple(trackers), tracker_dir, cpu)
-    if growth is not None and accelerator.num_processes > 1: raise ValueError("growth works in one process: PerforatedAI's state is that of a process")
+    given, shard = model, shard and accelerator.num_processes > 1
+    if shard: model = spread(model, accelerator.device)
     steps = math.ceil(len(train) / settings.accumulation)
     optimizer, scheduler = _optimizer(model, settings, settings.epochs * steps)
     average = None if settings.average is None else _average(model, settings.average)
-    if accelerator.num_processes > 1 and loss is not None: model, loss = _LossModule(model, loss), None
+    if accelerator.num_processes > 1 and not shard: model, loss = _LossModule(model, loss or _own_loss, () if growth is None else growth.own_buffers), None
     sampler, order = train.sampler, getattr(train.sampler, "generator", None)
-    model, optimizer, train, scheduler = accelerator.prepare(model, optimizer, train, scheduler)
+    if not shard: model = accelerator.prepare(model)
+    optimizer, train, scheduler = accelerator.prepare(optimizer, train, scheduler)
     if isinstance(sampler, RandomSampler): sampler.generator = order  # accelerate gives it one where there are several processes; the order is to be that of one
-    run = _Run(accelerator, model, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None, average and average.to(accelerator.device), growth, steps)
+    run = _Run(accelerator, model, given, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None, average and average.to(accelerator.device), growth, steps)
     try:
         run.resume()
         with Progress(settings.epochs * len(train), description, silent=not accelerator.is_main_process) as bar:
@@ -135,7 +144,8 @@ def fit(
                 run.one_epoch(train, loss, evaluate, bar)
         run.restore_best()
     finally:
-        accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()
+        given.eval()
+        if not shard: accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
         for tracker in accelerator.trackers: tracker.finish()
     return run.fit
 
@@ -160,12 +170,13 @@ def _optimizer(model: nn.Module, settings: Settings, steps: int) -> tuple[torch.
     plateau = {"mode": "max" if settings.maximize else "min", "factor": 0.5, "patience": 1} if settings.schedule == "reduce_lr_on_plateau" else None
     return optimizer, get_scheduler(settings.schedule, optimizer, round(settings.warmup * steps), steps, plateau)
 
-# %% ../../nbs/training/02_loop.ipynb #b9e008e7
+# %% ../../nbs/training/02_loop.ipynb #8caf7940
 class _Run:
-    def __init__(self, accelerator, model, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None, average: nn.Module | None, growth, steps: int):
-        self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
+    def __init__(self, accelerator, model, given: nn.Module, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None, average: nn.Module | None, growth, steps: int):
+        self.accelerator, self.model, self.given, self.optimizer, self.scheduler = accelerator, model, given, optimizer, scheduler
         self.settings, self.batches, self.checkpoint, self.average, self.growth, self.steps = settings, batches, checkpoint, average, growth, steps
         self.fit, self.epoch, self.step, self.best, self.grown = Fit(), 0, 0, None, False
+        self.sharded = isinstance(next(model.parameters()), DTensor)  # then `model` is a spread copy of `given`; else they share their weights
 
     @property
     def bare(self) -> nn.Module:
@@ -208,7 +219,7 @@ class _Run:
             self.check_finite(number, "loss")
             self.accelerator.backward(value)
             if self.accelerator.sync_gradients:
-                norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip or math.inf)
+                norm = whole(self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip or math.inf))
                 if self.settings.precision != "fp16": self.check_finite(norm.item(), "norm of the gradient")  # fp16's loss scaling skips such steps itself
                 self.step += 1
             self.optimizer.step()
@@ -220,17 +231,27 @@ class _Run:
     def grow(self, figures: dict[str, float]) -> dict:
         "Let the growth session see the score. New dendrites are new parameters: they get a new optimizer and a schedule over the epochs that are left."
         others = {k: v for k, v in figures.items() if k != self.settings.monitor}
+        set_seed(_epoch_seed(self.settings.seed, self.epoch))  # the same new dendrites in every process
         restructured, self.grown = self.growth.step(self.bare, self.optimizer.optimizer, figures[self.settings.monitor], others)
         if restructured and not self.grown and self.epoch < self.settings.epochs:
-            self.accelerator._optimizers.clear()
-            self.accelerator._schedulers.clear()
+            for known in (self.accelerator._optimizers, self.accelerator._schedulers): known.clear()
+            if self.accelerator.num_processes > 1: self.synchronise_anew()
             optimizer, scheduler = _optimizer(self.bare, self.settings, (self.settings.epochs - self.epoch) * self.steps)
             self.optimizer, self.scheduler = self.accelerator.prepare(optimizer, scheduler)
         return {k: self.growth.history[-1][k] for k in ("dendrites", "parameters")}
 
+    def synchronise_anew(self):
+        "Let the processes exchange the gradients of the parameters that the model has now; the first one's values are everyone's."
+        model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        self.accelerator._models.clear()
+        self.model = None
+        gc.collect()  # the old wrapper's hooks go with it
+        self.model = self.accelerator.prepare(model)
+
     def value(self, batch: dict, loss) -> Tensor:
         if isinstance(self.accelerator.unwrap_model(self.model), _LossModule): return self.model(batch)
-        return self.model(**batch).loss if loss is None else loss(self.model, batch)
+        with self.accelerator.autocast() if self.sharded else nullcontext():  # what accelerate prepared does so by itself
+            return self.model(**batch).loss if loss is None else loss(self.model, batch)
 
     def mean(self, value: Tensor) -> float:
         "The mean over processes, each of which has an equal part of the batch."
@@ -252,26 +273,29 @@ class _Run:
         if not math.isfinite(score): raise ValueError(f"evaluate gave {self.settings.monitor} = {score} after epoch {self.epoch}")
         if self.fit.best_score is None or sign * score > sign * self.fit.best_score:
             self.fit.best_epoch, self.fit.best_score = self.epoch, score
-            self.best = {k: v.detach().cpu().clone() for k, v in self.judged.state_dict().items()}
+            self.best = whole_state(self.judged)
 
     def patience_spent(self) -> bool:
         return self.settings.patience is not None and self.best is not None and self.epoch - self.fit.best_epoch >= self.settings.patience
 
     def save(self):
         if self.checkpoint is None: return
-        if self.accelerator.is_main_process: self.write()
+        if self.sharded: self.given.load_state_dict(whole_state(self.model))
+        optimizer = whole_optimizer_state(self.optimizer.optimizer)
+        if self.accelerator.is_main_process: self.write(optimizer)
         self.accelerator.wait_for_everyone()
 
-    def write(self):
+    def write(self, optimizer: dict):
         state = {"settings": vars(self.settings), "batches": self.batches, "epoch": self.epoch, "step": self.step, "fit": vars(self.fit), "scheduler": _plain(self.scheduler.state_dict()),
                  "loss_scale": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()}
         average = {} if self.average is None else {f"average/{k}": v for k, v in self.average.module.state_dict().items()}
-        save_checkpoint(self.checkpoint, self.bare, {**(self.best or {}), **average} or None, self.optimizer.optimizer, state)
+        save_checkpoint(self.checkpoint, self.given if self.sharded else self.bare, {**(self.best or {}), **average} or None, optimizer, state)
 
     def resume(self):
         "Go on from the checkpoint, where there is one."
         if self.checkpoint is None or not (self.checkpoint.exists() or self.checkpoint.with_name(self.checkpoint.name + ".old").exists()): return
-        with self.accelerator.main_process_first(): state, kept = load_checkpoint(self.checkpoint, self.bare, self.optimizer.optimizer, self.check_state)
+        with self.accelerator.main_process_first(): state, kept = load_checkpoint(self.checkpoint, self.given if self.sharded else self.bare, self.optimizer.optimizer, self.check_state)
+        if self.sharded: load_whole_state(self.model, self.given.state_dict()); spread_optimizer_state(self.optimizer.optimizer)
         if self.average is not None: self.average.module.load_state_dict({k.removeprefix("average/"): v for k, v in kept.items() if k.startswith("average/")})
         self.best = {k: v for k, v in (kept or {}).items() if not k.startswith("average/")} or None
         self.epoch, self.step, self.fit = state["epoch"], state["step"], Fit(**state["fit"])
@@ -287,9 +311,10 @@ class _Run:
     def restore_best(self):
         if self.best is None: self.fit.best_epoch = self.epoch
         load = self.growth.load if self.growth is not None else nn.Module.load_state_dict
-        if self.best is not None or self.average is not None: load(self.bare, self.judged.state_dict() if self.best is None else self.best)
+        if self.sharded: self.given.load_state_dict(self.best or whole_state(self.model))
+        elif self.best is not None or self.average is not None: load(self.bare, self.judged.state_dict() if self.best is None else self.best)
 
-# %% ../../nbs/training/02_loop.ipynb #7d4c0d5d
+# %% ../../nbs/training/02_loop.ipynb #1effd1a8
 def _average(model: nn.Module, decay: float) -> nn.Module:
     "timm's running mean of a model's weights, in its `module`."
     from timm.utils import ModelEmaV3
@@ -299,22 +324,29 @@ def _average(model: nn.Module, decay: float) -> nn.Module:
 class _LossModule(nn.Module):
     "A model with its loss, so that data-parallel training sees all that the loss does with the model."
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, dict], Tensor]):
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, dict], Tensor], own_buffers: Iterable[str] = ()):
         super().__init__()
         self.model, self.loss = model, loss
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, [f"model.{name}" for name in own_buffers])
 
     def forward(self, batch: dict) -> Tensor: return self.loss(self.model, batch)
+
+
+def _own_loss(model: nn.Module, batch: dict) -> Tensor: return model(**batch).loss
 
 
 @cache
 def _leave_process_group_at_exit(): atexit.register(lambda: torch.distributed.is_initialized() and torch.distributed.destroy_process_group())
 
 
+def _epoch_seed(seed: int, epoch: int) -> int: return seed * 1_000_003 % 2**31 + epoch
+
+
 def _seed_epoch(train: DataLoader, seed: int, epoch: int):
     "Seed every generator that an epoch draws from, so that it does not matter what ran before it."
-    set_seed(seed * 1_000_003 % 2**31 + epoch)
+    set_seed(_epoch_seed(seed, epoch))
     for owner in (train, getattr(train, "sampler", None), getattr(train, "batch_sampler", None), getattr(getattr(train, "batch_sampler", None), "sampler", None)):
-        if isinstance(getattr(owner, "generator", None), torch.Generator): owner.generator.manual_seed(seed * 1_000_003 % 2**31 + epoch)
+        if isinstance(getattr(owner, "generator", None), torch.Generator): owner.generator.manual_seed(_epoch_seed(seed, epoch))
 
 
 def _plain(state: dict) -> dict: return {k: v for k, v in state.items() if isinstance(v, (int, float, str, bool, list))}
