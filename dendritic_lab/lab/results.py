@@ -87,6 +87,13 @@ COMPARISONS: list[tuple[str, str, str, Callable[[dict], str]]] = [  # experiment
      lambda m: f"{with_interval(m['training.rate_ratio'], 2)} times the rate in training; half of a layer of 8, 6 and 4 branches taken out: {with_interval(m['half_layer.8_6_4.speedup'], 2)} times as fast"),
     ("dendritic_lm_pruning", "a GPT-NeoX of the same size", "`DendriticLMForCausalLM`",
      lambda m: f"difference of test loss before pruning: {with_interval(m['difference.whole.loss'], 3)} nats a token (below 0: the dendritic model's is lower)"),
+    ("liquid_vit", "a plain ViT", "`LiquidViT`, its full form",
+     lambda m: f"{with_interval(m['full.operations'])} % of the operations, accuracy {with_interval(m['full.gap'])} points from the plain one's, {with_interval(m['full.speedup.batch64'], 2)} times the throughput with 64 images and {with_interval(m['full.speedup.batch1'], 2)} with one"),
+    ("liquid_vit", "patches left out at random, by attention (EViT), merged (ToMe)", "the same, at equal operations",
+     lambda m: "accuracy higher by " + ", ".join(f"{with_interval(m[f'full_over_{rival}'])}" for rival in ("random", "attention", "merge")) + " points"),
+    ("grown_digits", "a wider network", "dendrites grown with PerforatedAI", lambda m: f"accuracy on digits higher by {with_interval(m['grown.gain_over_wider'])} points at equal parameters"),
+    ("grown_lm", "LoRA", "low-rank dendrites; grown dendrites",
+     lambda m: f"loss on test problems of grade-school math lower by {with_interval(m['gain.loss.low_rank_over_lora'], 3)} nats; grown ones by {with_interval(m['gain.loss.grown_over_lora_large'], 3)} under LoRA with as many parameters"),
 ]
 
 

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['TABLES', 'notebooks', 'module_pages', 'users_of', 'title_and_line', 'write_page', 'stage_notebooks', 'claims_page',
-           'experiments_page', 'dsn_table', 'perforated_table', 'dendritic_lm_table', 'ratios_table', 'home_figures',
-           'tutorial_list', 'explorer_list', 'page_gallery', 'fill', 'stage', 'between', 'update_readme']
+           'experiments_page', 'dsn_table', 'perforated_table', 'dendritic_lm_table', 'liquid_vit_table',
+           'growth_table', 'ratios_table', 'home_figures', 'tutorial_list', 'explorer_list', 'page_gallery', 'fill',
+           'stage', 'between', 'update_readme']
 
 # %% ../../nbs/lab/07_site.ipynb #9b4c86ea
 import json
@@ -163,6 +164,37 @@ def dendritic_lm_table(root: Path) -> str:
     return "\n".join([*rows, "", f"Test loss in nats a token; {whole['setting']}; {metrics['dendritic.core_params']['value']:,.0f} and {metrics['control.core_params']['value']:,.0f} parameters outside of embeddings and head; pruned by magnitude over the whole model, then trained on. "
                       f"{len(whole['values'])} seeds, 95 % intervals over seeds; {hardware['cpu']}, {hardware['cores']} cores. Run `{run.relative_to(root)}`."])
 
+# %% ../../nbs/lab/07_site.ipynb #daf20b11
+def liquid_vit_table(root: Path) -> str:
+    "Accuracy, operations and speed of every arm, as Markdown."
+    found = newest_run(root, "liquid_vit")
+    if not found: return "No reference run yet."
+    run, metrics, environment = found
+    batches = sorted({int(m[1]) for n in metrics if (m := re.fullmatch(r"full\.speedup\.batch(\d+)", n))})
+    rows = ["| model | accuracy, % | less the plain ViT's, points | operations, % of its | " + " | ".join(f"times its throughput, batch {b}" for b in batches) + " |", "|---" * (4 + len(batches)) + "|"]
+    for arm in (n.removesuffix(".accuracy") for n in metrics if n.endswith(".accuracy")):
+        gap, speeds = metrics.get(f"{arm}.gap"), [metrics.get(f"{arm}.speedup.batch{b}") for b in batches]
+        rows.append(f"| {arm} | {with_interval(metrics[f'{arm}.accuracy'])} | {with_interval(gap) if gap else ''} | {with_interval(metrics[f'{arm}.operations'])} | " + " | ".join(with_interval(s, 2) if s else "" for s in speeds) + " |")
+    whole, hardware = metrics["baseline.accuracy"], environment["hardware"]
+    return "\n".join([*rows, "", f"Test accuracy: {whole['setting']}; {len(whole['values'])} seeds, 95 % intervals over seeds. Operations and speed at the founding document's size, width 256, speed in turns with quartiles; "
+                      f"{hardware['cpu']}, {hardware['threads']} thread{'s' * (hardware['threads'] > 1)}. Run `{run.relative_to(root)}`."])
+
+
+def growth_table(root: Path) -> str:
+    "What grown dendrites give on digits and on a language model, against their rivals, as Markdown."
+    parts = []
+    for experiment, score, unit, also in (("grown_digits", "test_accuracy", "test accuracy, %", None), ("grown_lm", "test_loss", "test loss, nats a token", "exact_match")):
+        found = newest_run(root, experiment)
+        if not found: continue
+        run, metrics, environment = found
+        rows = [f"| {experiment} | {unit} | " + ("exact match, % | parameters that are trained |" if also else "parameters |"), "|---" * (4 if also else 3) + "|"]
+        for arm in (n.removesuffix(f".{score}") for n in metrics if n.endswith(f".{score}") and n != f"before.{score}"):
+            cells = [with_interval(metrics[f"{arm}.{score}"], 3 if also else 1), *([with_interval(metrics[f"{arm}.{also}"])] if also else []), f"{metrics[f'{arm}.trainable' if also else f'{arm}.parameters']['value']:,.0f}"]
+            rows.append(f"| {arm} | " + " | ".join(cells) + " |")
+        first, hardware = next(m for n, m in metrics.items() if n.endswith(f".{score}") and n != f"before.{score}"), environment["hardware"]
+        parts += [*rows, "", f"{first['setting'].partition(', ')[2] if not also else first['setting']}; {len(first['values'])} seeds, 95 % intervals over seeds; {hardware['cpu']}, {hardware['threads']} thread{'s' * (hardware['threads'] > 1)}. Run `{run.relative_to(root)}`.", ""]
+    return "\n".join(parts).strip() or "No reference run yet."
+
 # %% ../../nbs/lab/07_site.ipynb #bfe9dc93
 def ratios_table(root: Path) -> str:
     "Times of the attention kernels over dense attention's from the newest reference runs, one table for each device, as Markdown."
@@ -181,7 +213,7 @@ def ratios_table(root: Path) -> str:
                                                           "| direction | tokens | backend | 50 % dropped | 75 % | 90 % |", "|---|---|---|---|---|---|", *rows]
     return "\n\n".join("\n".join(lines) for lines in tables.values()) or "Not measured yet."
 
-# %% ../../nbs/lab/07_site.ipynb #37c526d2
+# %% ../../nbs/lab/07_site.ipynb #dfc80205
 def home_figures(root: Path) -> str:
     "One figure per system for the home page."
     verdicts, links = judge_all(root), {s: f"docs/tutorials/{s}.html" for s in SYSTEMS if any(p.stem.endswith(f"_{s}") for p in notebooks(root, "tutorials"))}
@@ -213,7 +245,7 @@ def page_gallery(root: Path, docs: Path) -> str:
 def fill(text: str, root: Path, docs: Path) -> str:
     "A page with its parts put in and its formulas drawn. Raises `KeyError` for an unknown part."
     parts = {"systems": lambda: home_figures(root), "comparison": lambda: comparison_table(root), "kernels": lambda: ratios_table(root), "tutorials": lambda: tutorial_list(root), "explorers": lambda: explorer_list(root),
-             "gallery": lambda: page_gallery(root, docs), "dsn": lambda: dsn_table(root), "perforated": lambda: perforated_table(root), "dendritic_lm": lambda: dendritic_lm_table(root)}
+             "gallery": lambda: page_gallery(root, docs), "dsn": lambda: dsn_table(root), "perforated": lambda: perforated_table(root), "dendritic_lm": lambda: dendritic_lm_table(root), "liquid_vit": lambda: liquid_vit_table(root), "growth": lambda: growth_table(root)}
     return re.sub(r"<!-- part: (\w+) -->", lambda found: parts[found[1]](), render_math(text))
 
 
@@ -231,8 +263,8 @@ def stage(root: Path | None = None) -> Path:
     for page in sorted((root / "pages").glob("*.qmd")): (docs / page.name).write_text(fill(page.read_text(encoding="utf-8"), root, docs), encoding="utf-8")
     return docs
 
-# %% ../../nbs/lab/07_site.ipynb #f48ffc12
-TABLES = {"dsn": ("README.md", dsn_table), "perforated": ("README.md", perforated_table), "dendritic_lm": ("README.md", dendritic_lm_table), "comparison": ("README.md", comparison_table), "gallery": ("README.md", gallery), "kernels": ("kernels/README.md", ratios_table)}
+# %% ../../nbs/lab/07_site.ipynb #35b37f5f
+TABLES = {"dsn": ("README.md", dsn_table), "perforated": ("README.md", perforated_table), "dendritic_lm": ("README.md", dendritic_lm_table), "liquid_vit": ("README.md", liquid_vit_table), "growth": ("README.md", growth_table), "comparison": ("README.md", comparison_table), "gallery": ("README.md", gallery), "kernels": ("kernels/README.md", ratios_table)}
 
 
 def between(name: str, text: str) -> tuple[str, str, str]:
