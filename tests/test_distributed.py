@@ -54,7 +54,7 @@ if first: (folder / "perforated.json").write_text(json.dumps({"losses": [r["loss
 GROWN = COMMON + """
 from types import SimpleNamespace
 import torch.nn.functional as F
-from dendritic_lab.growth import GrowthConfig, dendrite_layout, export, growth_session
+from dendritic_lab.growth import GrowthConfig, export, growth_session
 class Small(nn.Module):
     def __init__(self):
         super().__init__()
@@ -75,6 +75,17 @@ export(model)
 weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 (folder / f"grown{os.environ.get('RANK', '0')}.json").write_text(json.dumps({"losses": [r["loss"] for r in done.history], "scores": [r["validation_loss"] for r in done.history], "dendrites": [r["dendrites"] for r in done.history], "weights": weights}))
 (folder / "result.json").write_text("{}")
+"""
+LIQUID = COMMON + """
+from dendritic_lab.models.liquid_vit import LiquidViT, LiquidViTConfig
+torch.manual_seed(0)
+model = LiquidViT(LiquidViTConfig(image_size=16, width=16, heads=2, depth=3, gate_layers=(1, 2), gate_dim=4, state_dim=4, diversity_weight=0.0))   # the loss for diversity is not a mean over images
+if not first: nn.init.zeros_(model.head.weight)   # the first process's weights are everyone's
+rows = [{"pixel_values": torch.randn(3, 16, 16), "labels": torch.tensor(i % 10)} for i in range(16)]
+every = {k: torch.stack([r[k] for r in rows]) for k in rows[0]}
+evaluate = lambda m: {"error": float(m(**every).loss)}
+done = fit(model, DataLoader(rows, 8, shuffle=True), evaluate=evaluate, monitor="error", maximize=False, epochs=3, lr=0.01, seed=3, cpu=True, shard="SHARD" in os.environ)
+if first: (folder / "result.json").write_text(json.dumps({"losses": [r["loss"] for r in done.history], "errors": [r["error"] for r in done.history], "after": evaluate(model)["error"], "best": min(r["error"] for r in done.history)}))
 """
 
 
@@ -132,6 +143,12 @@ def test_weights_spread_over_two_processes_train_as_whole_ones(tmp_path, alone):
     run(PLAIN, tmp_path / "stopped", 2, expected=7, STOP="exit", SHARD="1")
     run(PLAIN, tmp_path / "stopped", 1, expected=7, STOP="exit")
     close(whole, run(PLAIN, tmp_path / "stopped", 2, SHARD="1"))
+
+
+def test_a_model_of_layers_and_gates_is_spread(tmp_path):
+    whole, spread = run(LIQUID, tmp_path / "whole", 1), run(LIQUID, tmp_path / "spread", 2, SHARD="1")
+    close(whole, spread, 1e-4)
+    assert abs(spread["after"] - spread["best"]) < 1e-5   # the model that was given has the best epoch's weights
 
 
 def test_a_notebook_launches_two_processes(tmp_path, alone):

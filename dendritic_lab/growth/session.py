@@ -153,9 +153,11 @@ def check_trained(layers: dict[str, nn.Module]) -> None:
     idle = [name for name, layer in layers.items() if not layer.dendrite_module.dendrite_values[0].current_d_init.item()]
     if idle: raise GrowthError(f"no gradient has reached {', '.join(idle)}: train before the first score, and exclude layers that the model does not use")
 
-# %% ../../nbs/growth/01_session.ipynb #f72b8c32
+# %% ../../nbs/growth/01_session.ipynb #b46fc774
 class GrowthSession:
     "Made by `growth_session`. One model, from `perforate` to the end of the `with` block."
+
+    own_buffers = ("tracker_string",)  # buffers that the library adds to a model and that differ between processes
 
     def __init__(self, workdir: Path, config: GrowthConfig):
         self.workdir, self.config, self.model, self.layers = workdir, config, None, {}
@@ -241,8 +243,6 @@ class GrowthSession:
         if maximize != self.config.maximizing_score: raise GrowthError(f"fit has maximize={maximize}, the session maximizing_score={self.config.maximizing_score}")
         if checkpoint is not None: raise GrowthError("a growing run cannot be resumed, because PerforatedAI keeps its state in the process: leave out checkpoint")
         if patience is not None: raise GrowthError("growth decides when to stop: leave out patience")
-
-    own_buffers = ("tracker_string",)  # of the model, which differ between processes: the library's state as text
 
     @property
     def graph(self) -> Path: return self.workdir / "library" / "library.png"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['split_tensors', 'join_tensors', 'CheckpointError', 'save_checkpoint', 'load_checkpoint']
 
-# %% ../../nbs/training/01_checkpoint.ipynb #3238688c
+# %% ../../nbs/training/01_checkpoint.ipynb #0918b1da
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 # %% ../../nbs/training/01_checkpoint.ipynb #d56b168a
 def split_tensors(state: dict) -> tuple[dict[str, Tensor], dict]:
@@ -51,11 +50,11 @@ def save_checkpoint(folder: Path, model: nn.Module, best: dict[str, Tensor] | No
     new.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
 
-# %% ../../nbs/training/01_checkpoint.ipynb #08831b16
+# %% ../../nbs/training/01_checkpoint.ipynb #5cb8a9e5
 def load_checkpoint(
     folder: Path,
     model: nn.Module,
-    optimizer: Optimizer,
+    load_optimizer: Callable[[dict], object],  # takes the optimizer's `state_dict`
     check: Callable[[dict], None] = lambda state: None,  # raises where the caller's `state` does not fit; nothing is changed before
 ) -> tuple[dict, dict[str, Tensor] | None]:
     "Restore model and optimizer in place; returns the caller's `state` and the best weights."
@@ -65,7 +64,7 @@ def load_checkpoint(
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         check(state)
         load_model(model, str(folder / "model.safetensors"))
-        optimizer.load_state_dict(join_tensors(load_file(folder / "optimizer.safetensors"), state.pop("optimizer")))
+        load_optimizer(join_tensors(load_file(folder / "optimizer.safetensors"), state.pop("optimizer")))
         best = load_file(folder / "best.safetensors") if (folder / "best.safetensors").exists() else None
     except CheckpointError: raise
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError, RuntimeError, ValueError) as e:

@@ -6,21 +6,20 @@
 __all__ = ['parameter_groups', 'DivergenceError', 'Fit', 'Settings', 'fit', 'predict', 'accuracy', 'token_loss',
            'distillation_loss']
 
-# %% ../../nbs/training/02_loop.ipynb #586b47f8
+# %% ../../nbs/training/02_loop.ipynb #eb8a2549
 import atexit
 import gc
 import math
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .progress import Progress
-from .sharding import load_whole_state, shard as spread, spread_optimizer_state, whole, whole_optimizer_state, whole_state
+from .sharding import load_whole_optimizer_state, load_whole_state, shard as spread, whole, whole_optimizer_state, whole_state
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +94,7 @@ class Settings:
         if self.warmup > 1: raise ValueError(f"warmup is a share of all steps, at most 1, got {self.warmup}")
         if self.precision not in ("no", "bf16", "fp16"): raise ValueError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
 
-# %% ../../nbs/training/02_loop.ipynb #2a2b4da6
+# %% ../../nbs/training/02_loop.ipynb #af1b26f2
 def fit(
     model: nn.Module,  # trained in place
     train: DataLoader,  # of dictionaries; each is passed as `model(**batch)`
@@ -108,7 +107,7 @@ def fit(
     tracker_dir: str | Path = ".",  # where file-based trackers write
     description: str = "training",  # shown beside the progress bar
     cpu: bool = False,  # stay on the CPU although there is a GPU
-    shard: bool = False,  # with several processes: spread weights, gradients and optimizer state over them (FSDP)
+    shard: bool = False,  # with several processes: spread weights, gradients and optimizer state over them (FSDP); `loss`, `evaluate` and `before_epoch` then get a copy of `model`, and must use no other
     growth: Any = None,  # a `dendritic_lab.growth.growth_session` that adds dendrites to `model` while it trains
     **settings,  # fields of `Settings`
 ) -> Fit:
@@ -125,16 +124,17 @@ def fit(
         if shard and used: raise ValueError(f"shard does not work with {name}")
     accelerator = _accelerator(settings, tuple(trackers), tracker_dir, cpu)
     given, shard = model, shard and accelerator.num_processes > 1
-    if shard: model = spread(model, accelerator.device)
     steps = math.ceil(len(train) / settings.accumulation)
-    optimizer, scheduler = _optimizer(model, settings, settings.epochs * steps)
-    average = None if settings.average is None else _average(model, settings.average)
-    if accelerator.num_processes > 1 and not shard: model, loss = _LossModule(model, loss or _own_loss, () if growth is None else growth.own_buffers), None
+    if accelerator.num_processes > 1: model, loss = _LossModule(model, loss or _own_loss, () if growth is None else growth.own_buffers), None
+    if shard: model = spread(model, accelerator.device)
+    optimizer, scheduler = _optimizer(model.model if isinstance(model, _LossModule) else model, settings, settings.epochs * steps)
+    average = None if settings.average is None else _average(given, settings.average)
     sampler, order = train.sampler, getattr(train.sampler, "generator", None)
     if not shard: model = accelerator.prepare(model)
     optimizer, train, scheduler = accelerator.prepare(optimizer, train, scheduler)
     if isinstance(sampler, RandomSampler): sampler.generator = order  # accelerate gives it one where there are several processes; the order is to be that of one
     run = _Run(accelerator, model, given, optimizer, scheduler, settings, len(train), Path(checkpoint) if checkpoint else None, average and average.to(accelerator.device), growth, steps)
+    del model, optimizer, scheduler  # `run` may replace them
     try:
         run.resume()
         with Progress(settings.epochs * len(train), description, silent=not accelerator.is_main_process) as bar:
@@ -144,8 +144,8 @@ def fit(
                 run.one_epoch(train, loss, evaluate, bar)
         run.restore_best()
     finally:
-        given.eval()
         if not shard: accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
+        given.eval()
         for tracker in accelerator.trackers: tracker.finish()
     return run.fit
 
@@ -170,7 +170,7 @@ def _optimizer(model: nn.Module, settings: Settings, steps: int) -> tuple[torch.
     plateau = {"mode": "max" if settings.maximize else "min", "factor": 0.5, "patience": 1} if settings.schedule == "reduce_lr_on_plateau" else None
     return optimizer, get_scheduler(settings.schedule, optimizer, round(settings.warmup * steps), steps, plateau)
 
-# %% ../../nbs/training/02_loop.ipynb #8caf7940
+# %% ../../nbs/training/02_loop.ipynb #4486645c
 class _Run:
     def __init__(self, accelerator, model, given: nn.Module, optimizer, scheduler, settings: Settings, batches: int, checkpoint: Path | None, average: nn.Module | None, growth, steps: int):
         self.accelerator, self.model, self.given, self.optimizer, self.scheduler = accelerator, model, given, optimizer, scheduler
@@ -199,7 +199,9 @@ class _Run:
         row = {"epoch": self.epoch, "step": self.step, "loss": total / batches, "lr": self.scheduler.get_last_lr()[0]}
         if evaluate is not None:
             self.model.eval()
-            with torch.no_grad(): figures = self.agree(evaluate(self.judged))
+            if self.sharded: self.synchronise_buffers()
+            with torch.no_grad(), self.accelerator.autocast(): figures = self.agree(self.model(evaluate) if self.sharded else evaluate(self.judged))
+            if self.sharded: self.model.reshard()
             self.keep_if_best(figures)
             bar.show(**{self.settings.monitor: figures[self.settings.monitor]}, best=self.fit.best_score)
             if self.settings.schedule == "reduce_lr_on_plateau": self.scheduler.scheduler.step(figures[self.settings.monitor])
@@ -231,7 +233,7 @@ class _Run:
     def grow(self, figures: dict[str, float]) -> dict:
         "Let the growth session see the score. New dendrites are new parameters: they get a new optimizer and a schedule over the epochs that are left."
         others = {k: v for k, v in figures.items() if k != self.settings.monitor}
-        set_seed(_epoch_seed(self.settings.seed, self.epoch))  # the same new dendrites in every process
+        set_seed(_epoch_seed(self.settings.seed, self.epoch) ^ 0x5EED)  # the same new dendrites in every process, from another stream than the epochs'
         restructured, self.grown = self.growth.step(self.bare, self.optimizer.optimizer, figures[self.settings.monitor], others)
         if restructured and not self.grown and self.epoch < self.settings.epochs:
             for known in (self.accelerator._optimizers, self.accelerator._schedulers): known.clear()
@@ -244,14 +246,17 @@ class _Run:
         "Let the processes exchange the gradients of the parameters that the model has now; the first one's values are everyone's."
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         self.accelerator._models.clear()
-        self.model = None
+        self.model = model
         gc.collect()  # the old wrapper's hooks go with it
         self.model = self.accelerator.prepare(model)
 
+    def synchronise_buffers(self):
+        for buffer in self.model.buffers(): buffer.copy_(broadcast(buffer.contiguous()))
+
     def value(self, batch: dict, loss) -> Tensor:
-        if isinstance(self.accelerator.unwrap_model(self.model), _LossModule): return self.model(batch)
-        with self.accelerator.autocast() if self.sharded else nullcontext():  # what accelerate prepared does so by itself
-            return self.model(**batch).loss if loss is None else loss(self.model, batch)
+        if isinstance(self.accelerator.unwrap_model(self.model), _LossModule):
+            with self.accelerator.autocast(): return self.model(batch)
+        return self.model(**batch).loss if loss is None else loss(self.model, batch)
 
     def mean(self, value: Tensor) -> float:
         "The mean over processes, each of which has an equal part of the batch."
@@ -280,8 +285,8 @@ class _Run:
 
     def save(self):
         if self.checkpoint is None: return
-        if self.sharded: self.given.load_state_dict(whole_state(self.model))
-        optimizer = whole_optimizer_state(self.optimizer.optimizer)
+        if self.sharded: self.given.load_state_dict(whole_state(self.bare))
+        optimizer = whole_optimizer_state(self.optimizer.optimizer, keep=self.accelerator.is_main_process)
         if self.accelerator.is_main_process: self.write(optimizer)
         self.accelerator.wait_for_everyone()
 
@@ -294,8 +299,8 @@ class _Run:
     def resume(self):
         "Go on from the checkpoint, where there is one."
         if self.checkpoint is None or not (self.checkpoint.exists() or self.checkpoint.with_name(self.checkpoint.name + ".old").exists()): return
-        with self.accelerator.main_process_first(): state, kept = load_checkpoint(self.checkpoint, self.given if self.sharded else self.bare, self.optimizer.optimizer, self.check_state)
-        if self.sharded: load_whole_state(self.model, self.given.state_dict()); spread_optimizer_state(self.optimizer.optimizer)
+        with self.accelerator.main_process_first(): state, kept = load_checkpoint(self.checkpoint, self.given if self.sharded else self.bare, partial(load_whole_optimizer_state, self.optimizer.optimizer), self.check_state)
+        if self.sharded: load_whole_state(self.bare, self.given.state_dict())
         if self.average is not None: self.average.module.load_state_dict({k.removeprefix("average/"): v for k, v in kept.items() if k.startswith("average/")})
         self.best = {k: v for k, v in (kept or {}).items() if not k.startswith("average/")} or None
         self.epoch, self.step, self.fit = state["epoch"], state["step"], Fit(**state["fit"])
@@ -311,10 +316,10 @@ class _Run:
     def restore_best(self):
         if self.best is None: self.fit.best_epoch = self.epoch
         load = self.growth.load if self.growth is not None else nn.Module.load_state_dict
-        if self.sharded: self.given.load_state_dict(self.best or whole_state(self.model))
+        if self.sharded: self.given.load_state_dict(self.best or whole_state(self.bare))
         elif self.best is not None or self.average is not None: load(self.bare, self.judged.state_dict() if self.best is None else self.best)
 
-# %% ../../nbs/training/02_loop.ipynb #1effd1a8
+# %% ../../nbs/training/02_loop.ipynb #829222f4
 def _average(model: nn.Module, decay: float) -> nn.Module:
     "timm's running mean of a model's weights, in its `module`."
     from timm.utils import ModelEmaV3
@@ -329,7 +334,9 @@ class _LossModule(nn.Module):
         self.model, self.loss = model, loss
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, [f"model.{name}" for name in own_buffers])
 
-    def forward(self, batch: dict) -> Tensor: return self.loss(self.model, batch)
+    def forward(self, given: dict | Callable) -> Tensor | dict[str, float]:
+        "The loss of a batch; or what a function says of the model, while its parts are together."
+        return given(self.model) if callable(given) else self.loss(self.model, given)
 
 
 def _own_loss(model: nn.Module, batch: dict) -> Tensor: return model(**batch).loss
