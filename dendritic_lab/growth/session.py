@@ -6,10 +6,11 @@
 __all__ = ['SWITCHES', 'GrowthError', 'GrowthConfig', 'set_library', 'contained', 'chosen_layers', 'check_scores',
            'check_trained', 'GrowthSession', 'growth_session']
 
-# %% ../../nbs/growth/01_session.ipynb #32c6855c
+# %% ../../nbs/growth/01_session.ipynb #71f01826
 from .plain import ACTIVATIONS, exported_param_count, is_grown
 
 import csv
+import gc
 import importlib.util
 import io
 import math
@@ -153,7 +154,7 @@ def check_trained(layers: dict[str, nn.Module]) -> None:
     idle = [name for name, layer in layers.items() if not layer.dendrite_module.dendrite_values[0].current_d_init.item()]
     if idle: raise GrowthError(f"no gradient has reached {', '.join(idle)}: train before the first score, and exclude layers that the model does not use")
 
-# %% ../../nbs/growth/01_session.ipynb #b46fc774
+# %% ../../nbs/growth/01_session.ipynb #798ba02c
 class GrowthSession:
     "Made by `growth_session`. One model, from `perforate` to the end of the `with` block."
 
@@ -213,6 +214,7 @@ class GrowthSession:
             for name, value in others.items(): tracker.add_extra_score(value, name)
             if test is not None: tracker.add_test_score(test, "test")
             after, restructured, self.done = tracker.add_validation_score(score, model)
+        gc.collect()  # the library leaves figures and copies of the model behind, which refer to themselves
         if after is not model: raise GrowthError("PerforatedAI replaced the model by another object")
         row = {"epoch": len(self.history) + 1, "phase": "base" if not before else f"dendrite {before}", "dendrites": before, "parameters": parameters, "score": score,
                **others, **({} if test is None else {"test": test}), "lr": rate, "seconds": time.perf_counter() - self.started}
