@@ -89,11 +89,11 @@ COMPARISONS: list[tuple[str, str, str, Callable[[dict], str]]] = [  # experiment
      lambda m: f"difference of test loss before pruning: {with_interval(m['difference.whole.loss'], 3)} nats a token (below 0: the dendritic model's is lower)"),
     ("liquid_vit", "a plain ViT", "`LiquidViT`, its full form",
      lambda m: f"{with_interval(m['full.operations'])} % of the operations, accuracy {with_interval(m['full.gap'])} points from the plain one's, {with_interval(m['full.speedup.batch64'], 2)} times the throughput with 64 images and {with_interval(m['full.speedup.batch1'], 2)} with one"),
-    ("liquid_vit", "patches left out at random, by attention (EViT), merged (ToMe)", "the same, at equal operations",
-     lambda m: "accuracy higher by " + ", ".join(f"{with_interval(m[f'full_over_{rival}'])}" for rival in ("random", "attention", "merge")) + " points"),
-    ("grown_digits", "a wider network", "dendrites grown with PerforatedAI", lambda m: f"accuracy on digits higher by {with_interval(m['grown.gain_over_wider'])} points at equal parameters"),
+    ("liquid_vit", "patches left out at random, by attention (EViT), merged (ToMe), by a predictor (DynamicViT)", "the same, at equal operations",
+     lambda m: "accuracy less theirs " + ", ".join(f"{with_interval(m[f'full_over_{rival}'])}" for rival in ("random", "attention", "merge", "predictor")) + " points"),
+    ("grown_digits", "a wider network", "dendrites grown with PerforatedAI", lambda m: f"accuracy on digits less the wider network's {with_interval(m['grown.gain_over_wider'])} points"),
     ("grown_lm", "LoRA", "low-rank dendrites; grown dendrites",
-     lambda m: f"loss on test problems of grade-school math lower by {with_interval(m['gain.loss.low_rank_over_lora'], 3)} nats; grown ones by {with_interval(m['gain.loss.grown_over_lora_large'], 3)} under LoRA with as many parameters"),
+     lambda m: f"LoRA's loss on test problems of grade-school math less that of low-rank dendrites {with_interval(m['gain.loss.low_rank_over_lora'], 3)} nats; that of LoRA with as many parameters less that of grown ones {with_interval(m['gain.loss.grown_over_lora_large'], 3)} (above 0: dendrites are better)"),
 ]
 
 

@@ -164,7 +164,7 @@ def dendritic_lm_table(root: Path) -> str:
     return "\n".join([*rows, "", f"Test loss in nats a token; {whole['setting']}; {metrics['dendritic.core_params']['value']:,.0f} and {metrics['control.core_params']['value']:,.0f} parameters outside of embeddings and head; pruned by magnitude over the whole model, then trained on. "
                       f"{len(whole['values'])} seeds, 95 % intervals over seeds; {hardware['cpu']}, {hardware['cores']} cores. Run `{run.relative_to(root)}`."])
 
-# %% ../../nbs/lab/07_site.ipynb #daf20b11
+# %% ../../nbs/lab/07_site.ipynb #546e889b
 def liquid_vit_table(root: Path) -> str:
     "Accuracy, operations and speed of every arm, as Markdown."
     found = newest_run(root, "liquid_vit")
@@ -182,18 +182,28 @@ def liquid_vit_table(root: Path) -> str:
 
 def growth_table(root: Path) -> str:
     "What grown dendrites give on digits and on a language model, against their rivals, as Markdown."
-    parts = []
-    for experiment, score, unit, also in (("grown_digits", "test_accuracy", "test accuracy, %", None), ("grown_lm", "test_loss", "test loss, nats a token", "exact_match")):
-        found = newest_run(root, experiment)
-        if not found: continue
-        run, metrics, environment = found
-        rows = [f"| {experiment} | {unit} | " + ("exact match, % | parameters that are trained |" if also else "parameters |"), "|---" * (4 if also else 3) + "|"]
-        for arm in (n.removesuffix(f".{score}") for n in metrics if n.endswith(f".{score}") and n != f"before.{score}"):
-            cells = [with_interval(metrics[f"{arm}.{score}"], 3 if also else 1), *([with_interval(metrics[f"{arm}.{also}"])] if also else []), f"{metrics[f'{arm}.trainable' if also else f'{arm}.parameters']['value']:,.0f}"]
-            rows.append(f"| {arm} | " + " | ".join(cells) + " |")
-        first, hardware = next(m for n, m in metrics.items() if n.endswith(f".{score}") and n != f"before.{score}"), environment["hardware"]
-        parts += [*rows, "", f"{first['setting'].partition(', ')[2] if not also else first['setting']}; {len(first['values'])} seeds, 95 % intervals over seeds; {hardware['cpu']}, {hardware['threads']} thread{'s' * (hardware['threads'] > 1)}. Run `{run.relative_to(root)}`.", ""]
-    return "\n".join(parts).strip() or "No reference run yet."
+    return "\n\n".join(filter(None, (_digits_rows(root), _math_rows(root)))) or "No reference run yet."
+
+
+def _digits_rows(root: Path) -> str:
+    found = newest_run(root, "grown_digits")
+    if not found: return ""
+    run, metrics, environment = found
+    arms = [n.removesuffix(".test_accuracy") for n in metrics if n.endswith(".test_accuracy")]
+    rows = [f"| {arm} | {with_interval(metrics[f'{arm}.test_accuracy'])} | {metrics[f'{arm}.parameters']['value']:,.0f} |" for arm in arms]
+    return "\n".join(["| on handwritten digits | test accuracy, % | parameters |", "|---|---|---|", *rows, "",
+                      f"{environment['data'][0]['data']}, {environment['data'][0]['rows']['test']} test images; {len(metrics['plain.test_accuracy']['values'])} seeds, 95 % intervals over seeds. Run `{run.relative_to(root)}`."])
+
+
+def _math_rows(root: Path) -> str:
+    found = newest_run(root, "grown_lm")
+    if not found: return ""
+    run, metrics, environment = found
+    arms = [n.removesuffix(".test_loss") for n in metrics if n.endswith(".test_loss")]
+    rows = [f"| {arm} | {with_interval(metrics[f'{arm}.test_loss'], 3)} | {with_interval(metrics[f'{arm}.exact_match'])} | {metrics[f'{arm}.trainable']['value']:,.0f} |" if arm != "before" else
+            f"| before training | {with_interval(metrics['before.test_loss'], 3)} | {with_interval(metrics['before.exact_match'])} | |" for arm in arms]
+    last = metrics[f"{arms[-1]}.test_loss"]
+    return "\n".join(["| on grade-school math | test loss, nats a token | exact match, % | parameters that are trained |", "|---|---|---|---|", *rows, "", f"{last['setting']}; {len(last['values'])} seeds, 95 % intervals over seeds. Run `{run.relative_to(root)}`."])
 
 # %% ../../nbs/lab/07_site.ipynb #bfe9dc93
 def ratios_table(root: Path) -> str:
