@@ -164,7 +164,7 @@ def dendritic_lm_table(root: Path) -> str:
     return "\n".join([*rows, "", f"Test loss in nats a token; {whole['setting']}; {metrics['dendritic.core_params']['value']:,.0f} and {metrics['control.core_params']['value']:,.0f} parameters outside of embeddings and head; pruned by magnitude over the whole model, then trained on. "
                       f"{len(whole['values'])} seeds, 95 % intervals over seeds; {hardware['cpu']}, {hardware['cores']} cores. Run `{run.relative_to(root)}`."])
 
-# %% ../../nbs/lab/07_site.ipynb #546e889b
+# %% ../../nbs/lab/07_site.ipynb #4035e9da
 def liquid_vit_table(root: Path) -> str:
     "Accuracy, operations and speed of every arm, as Markdown."
     found = newest_run(root, "liquid_vit")
@@ -179,7 +179,7 @@ def liquid_vit_table(root: Path) -> str:
     return "\n".join([*rows, "", f"Test accuracy: {whole['setting']}; {len(whole['values'])} seeds, 95 % intervals over seeds. Operations and speed at the founding document's size, width 256, speed in turns with quartiles; "
                       f"{hardware['cpu']}, {hardware['threads']} thread{'s' * (hardware['threads'] > 1)}. Run `{run.relative_to(root)}`."])
 
-
+# %% ../../nbs/lab/07_site.ipynb #67e43350
 def growth_table(root: Path) -> str:
     "What grown dendrites give on digits and on a language model, against their rivals, as Markdown."
     return "\n\n".join(filter(None, (_digits_rows(root), _math_rows(root)))) or "No reference run yet."
