@@ -82,10 +82,10 @@ def execute(notebook: Path, output: Path, parameters: dict, environment: dict[st
                 start(cell, cell_index, **rest)
             manager.cell_start = cell_start
             with open(log, "ab") as stream:
-                PapermillNotebookClient(manager, kernel_name=kernel_name, timeout=None).execute(env=environment, stdout=stream, stderr=stream)
+                PapermillNotebookClient(manager, kernel_name=kernel_name, timeout=None, resources={"metadata": {"path": str(output.parent)}}).execute(env=environment, stdout=stream, stderr=stream)
 
     papermill_engines.register("dendritic_lab", ReportingEngine)
-    papermill.execute_notebook(notebook, output, parameters, engine_name="dendritic_lab", progress_bar=False, cwd=output.parent)
+    papermill.execute_notebook(notebook, output, parameters, engine_name="dendritic_lab", progress_bar=False)  # only the kernel works in the run's folder, which may vanish
 
 # %% ../../nbs/lab/03_runs.ipynb #d48a8c66
 OWN_CELLS = {"injected-parameters", "papermill-error-cell-tag"}  # tags of the cells that papermill adds
