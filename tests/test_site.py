@@ -3,6 +3,7 @@
 import functools
 import http.server
 import importlib.resources
+import json
 import os
 import re
 import shutil
@@ -15,8 +16,9 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
+from dendritic_lab.lab.publish import MARKED, stage, update_readme, write_parts
 from dendritic_lab.lab.report import external_loads
-from dendritic_lab.lab.site import TABLES, between
+from dendritic_lab.lab.results import AGAIN
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -25,7 +27,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 def site(tmp_path_factory) -> Path:
     "The site, built by smalldocs from a copy of what it is made of."
     root, copy = Path(__file__).resolve().parents[1], tmp_path_factory.mktemp("site")
-    for name in ("nbs", "pages", "outputs/reference", "dendritic_lab/lab"): shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__"))
+    unwanted = shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__")
+    for name in ("nbs", "outputs/reference", "dendritic_lab/lab"):
+        if (root / name).exists(): shutil.copytree(root / name, copy / name, ignore=unwanted)
     for name in ("settings.ini", "index.qmd", "LOG.md"): shutil.copy(root / name, copy)
     (copy / "_quarto.yml").write_text((root / "_quarto.yml").read_text().replace(".venv/bin", str(Path(sys.executable).parent)))
     done = subprocess.run([Path(sys.executable).parent / "smalldocs", "render"], cwd=copy, capture_output=True, text=True)
@@ -68,10 +72,69 @@ def test_every_notebook_and_the_claims_have_a_page(site, root):
     assert "dsn.accuracy" in claims and "inconsistent" in claims
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_readme_shows_the_reference_figures(root, name):
-    file, table = TABLES[name]
-    assert between(name, (root / file).read_text(encoding="utf-8"))[1] == table(root), "run: make readme"
+@pytest.mark.parametrize("file", ["README.md", "kernels/README.md"])
+def test_readme_shows_what_the_runs_of_record_say(root, file):
+    text = (root / file).read_text(encoding="utf-8")
+    assert MARKED.search(text)
+    assert write_parts(text, root, "../" * file.count("/")) == text, "run: make readme"
+
+
+def test_readme_is_short(root):
+    assert len(MARKED.sub("", (root / "README.md").read_text(encoding="utf-8")).split()) <= 800
+
+
+TOY = """
+from dendritic_lab.lab.record import begin
+recorder = begin("tiny", system="toys")
+recorder.metric("tiny.turns", [times, times + 1, times + 2], "turns", headline=True)
+""", """
+import matplotlib.pyplot as plt, pandas as pd
+figure, axis = plt.subplots(figsize=(2, 1))
+recorder.figure(figure, "turns", "Turns of the tiny toy.")
+""", """
+recorder.conclude("The tiny toy turns *often*.", figure="turns", table=pd.DataFrame({"toy": ["top"], "turns": [3]}), verdict="holds",
+                  compared_with="a toy at rest", limits="One toy.")
+"""
+
+
+def test_an_experiment_is_added_in_one_place(make_checkout, lab, root):
+    checkout = make_checkout(*TOY)
+    marked = "# Read me\n\n<!-- results: written by `make readme` -->\n\n<!-- /results -->\n"
+    (checkout / "README.md").write_text(marked)
+    (checkout / "LOG.md").write_text("# Log\n")
+    stage(checkout)
+    assert update_readme(checkout) and f"*Tiny*: {AGAIN}" in (checkout / "README.md").read_text()
+    assert AGAIN in (checkout / "docs/experiments.qmd").read_text()
+    assert (done := lab(checkout, "run", "tiny")).returncode == 0, done.stderr
+    run, = (checkout / "outputs/tiny").glob("2*")
+    shutil.copytree(run, checkout / "outputs/reference/tiny" / run.name)
+    stage(checkout)
+    assert update_readme(checkout) and not update_readme(checkout)
+    row = next(line for line in (checkout / "README.md").read_text().splitlines() if "[tiny]" in line)
+    assert all(words in row for words in ("Toys", "The tiny toy turns *often*.", "**holds**", "turns", f"outputs/reference/tiny/{run.name}/report.html"))
+    page = (checkout / "docs/experiments.qmd").read_text()
+    assert all(words in page for words in ("{#tiny}", "figures/tiny.png", "One toy.", "a toy at rest", "| top | 3 |", f"reports/tiny-{run.name}.html"))
+    assert (checkout / "docs/figures/tiny.png").exists()
+    report = (checkout / f"docs/reports/tiny-{run.name}.html").read_text()
+    assert report.index("Verdict: holds.") < report.index("The tiny toy turns", report.index("Verdict: holds.")) and "Turns of the tiny toy." in report
+
+
+def said_by_experiments(root: Path) -> set[str]:
+    "Names of the experiments and of the figures that they record."
+    names = {p.stem for p in (root / "nbs/experiments").glob("*.ipynb")}
+    for path in (root / "nbs/experiments").glob("*.ipynb"):
+        code = "".join(line for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code" for line in [*c["source"], "\n"])
+        names |= set(re.findall(r"""recorder\.(?:metric|accuracy|items|ratio)\(\s*"([a-z0-9_.]+)\"""", code))
+    for path in (root / "outputs/reference").rglob("metrics.json"): names |= {m["name"] for m in json.loads(path.read_text())["metrics"]}
+    return names
+
+
+def test_no_module_of_the_lab_knows_an_experiment(root):
+    modules = [p for folder in ("lab", "fleet", "cli") for p in (root / "dendritic_lab" / folder).rglob("*.py")]
+    names = said_by_experiments(root)
+    assert len(names) > 20
+    known = re.compile(r"(?<![\w./])(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + r")(?![\w.]*\w)")
+    assert {(p.name, found) for p in modules for found in known.findall(p.read_text(encoding="utf-8"))} == set()
 
 
 def test_reference_runs_are_complete_and_self_contained(root):

@@ -19,7 +19,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
-from .experiments import find_experiments, project_root
+from .experiments import find_experiments
 from .report import CODE, render_math
 
 # %% ../../nbs/lab/17_reference.ipynb #cb3b28fa
@@ -28,7 +28,7 @@ def comments(source: str) -> dict[int, str]:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return {t.start[0]: t.string.lstrip("# ").rstrip() for t in tokens if t.type == tokenize.COMMENT}
 
-# %% ../../nbs/lab/17_reference.ipynb #e3365bbf
+# %% ../../nbs/lab/17_reference.ipynb #23ec7985
 def parameters(function: ast.FunctionDef) -> list[tuple[str, ast.arg, ast.expr | None]]:
     "Stars, name and default of each parameter in order, without `self`."
     a = function.args
@@ -40,7 +40,7 @@ def parameters(function: ast.FunctionDef) -> list[tuple[str, ast.arg, ast.expr |
     found += [("**", a.kwarg, None)] if a.kwarg else []
     return [(stars, p, default) for stars, p, default in found if p.arg not in ("self", "cls")]
 
-# %% ../../nbs/lab/17_reference.ipynb #e4cbc7ea
+# %% ../../nbs/lab/17_reference.ipynb #02504e8e
 @dataclass(frozen=True)
 class Argument:
     "One parameter of a function, or one field of a dataclass."
@@ -71,7 +71,7 @@ def returns(function: ast.FunctionDef, said: dict[int, str]) -> str:
     taken = {a.lineno for a in ast.walk(function.args) if isinstance(a, ast.arg)} if len(lines) > 1 else set()
     return next((said[n] for n in reversed(lines) if n in said and n not in taken), "")
 
-# %% ../../nbs/lab/17_reference.ipynb #4e14e3ba
+# %% ../../nbs/lab/17_reference.ipynb #d5fbd8a3
 def signature(name: str, function: ast.FunctionDef) -> str:
     "`name(...) -> ...` on one line, or a line for each parameter where it would be long."
     text = []
@@ -100,7 +100,7 @@ def parameter_table(found: list[Argument]) -> str:
     rows = [f"| {code(a)} | {table_cell(a.meaning)} |" for a in found if a.meaning]
     return "\n".join(["| parameter | type | default | meaning |", "|---|---|---|---|", *rows]) if rows else ""
 
-# %% ../../nbs/lab/17_reference.ipynb #f1f13ae0
+# %% ../../nbs/lab/17_reference.ipynb #31239237
 def docstring(node: ast.FunctionDef | ast.ClassDef) -> str:
     "The docstring as Markdown."
     parts = CODE.split(ast.get_docstring(node) or "")
@@ -114,7 +114,7 @@ def describe_function(node: ast.FunctionDef, said: dict[int, str]) -> str:
              parameter_table(arguments(node, said)), f"Returns {back}." if back else ""]
     return "\n\n".join(filter(None, parts))
 
-# %% ../../nbs/lab/17_reference.ipynb #2ed331e8
+# %% ../../nbs/lab/17_reference.ipynb #2b148b36
 def fields(node: ast.ClassDef, said: dict[int, str]) -> list[Argument]:
     "The annotated names in a class's body."
     named = [n for n in node.body if isinstance(n, ast.AnnAssign)]
@@ -140,7 +140,7 @@ def describe_class(node: ast.ClassDef, said: dict[int, str]) -> str:
     parts += [docstring(node), table, method_table(node)]
     return "\n\n".join(filter(None, parts))
 
-# %% ../../nbs/lab/17_reference.ipynb #b65fb5bb
+# %% ../../nbs/lab/17_reference.ipynb #9578c05b
 def describe(source: str) -> str:
     "Everything public that a cell defines, as Markdown; empty where it defines nothing public."
     said = comments(source)
@@ -165,7 +165,7 @@ def has_figure(cell: dict) -> bool:
     "Whether an executed cell shows a picture."
     return any({"image/png", "image/svg+xml"} & o.get("data", {}).keys() for o in cell.get("outputs", []))
 
-# %% ../../nbs/lab/17_reference.ipynb #cd890eee
+# %% ../../nbs/lab/17_reference.ipynb #8caa3754
 def exported_cell(cell: dict, source: str) -> list[dict]:
     "An exported cell of a page: what it defines as Markdown, then its source, folded."
     if only_imports(source): return []
@@ -220,7 +220,7 @@ def title_and_line(notebook: Path) -> tuple[str, str]:
     if not found: raise ValueError(f"{notebook}: the first cell must be `# Title`, an empty line and `> one line`")
     return found[1], found[2]
 
-# %% ../../nbs/lab/17_reference.ipynb #2f6be322
+# %% ../../nbs/lab/17_reference.ipynb #3fec5464
 def code_of(notebook: Path) -> str:
     "All code of a notebook."
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
@@ -238,7 +238,7 @@ def module_of(notebook: Path) -> str | None:
     found = re.search(r"^#\|\s*default_exp ([a-z_.0-9]+)", code_of(notebook), re.MULTILINE)
     return found[1] if found else None
 
-# %% ../../nbs/lab/17_reference.ipynb #c945aa24
+# %% ../../nbs/lab/17_reference.ipynb #f81e81f4
 def module_pages(root: Path) -> dict[str, str]:
     "The page below docs of each module, by its name without the package's."
     return {module: page_of(p, root) for p in notebooks(root) if (module := module_of(p))}
@@ -253,7 +253,7 @@ def users_of(root: Path) -> dict[str, list[tuple[str, str]]]:
         for module in imported_modules(notebook): users.setdefault(module, []).append((title, address))
     return users
 
-# %% ../../nbs/lab/17_reference.ipynb #aff62775
+# %% ../../nbs/lab/17_reference.ipynb #ab2ee869
 def write_page(source: Path, target: Path, footer: str = ""):
     "Write a notebook's page."
     notebook = json.loads(source.read_text(encoding="utf-8"))
@@ -282,7 +282,7 @@ def tutorial_footer(notebook: Path, root: Path, pages: dict) -> str:  # pages: w
     where = f"This page is the notebook `{notebook.relative_to(root)}`: open it with `make lab` and change it."
     return f"## Where to go on\n\nModules used here: {modules}. {where}" if modules else ""
 
-# %% ../../nbs/lab/17_reference.ipynb #465eb4c6
+# %% ../../nbs/lab/17_reference.ipynb #0538d0dc
 def stage_notebooks(root: Path, docs: Path):
     "Write pages of all library notebooks under `docs/library` and of the tutorials under `docs/tutorials`."
     users, pages = users_of(root), module_pages(root)
