@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 def identity(x: Tensor) -> Tensor: return x
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu": torch.relu, "identity": identity}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu": torch.relu, "identity": identity}
 
 
 def activation_name(activation: Callable[[Tensor], Tensor]) -> str:
@@ -33,7 +34,7 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> str:
         if function is activation: return name
     raise ValueError(f"expected one of {', '.join(ACTIVATIONS)} as activation, got {activation!r}")
 
-
+# %% ../../nbs/growth/00_plain.ipynb #ee3f05f0
 def dendrite_layout(model: nn.Module) -> dict[str, int]:
     "Name of every `DendriticLinear` in `model` and its number of dendrites."
     return {name: module.num_dendrites for name, module in model.named_modules() if isinstance(module, DendriticLinear)}
@@ -44,11 +45,13 @@ def put_dendrites(
     layout: dict[str, int],  # name of a linear layer -> dendrites
     activation: str = "tanh",  # a key of `ACTIVATIONS`
 ) -> nn.Module:
-    "Replace linear layers by `DendriticLinear`s with silent dendrites. Raises `ValueError` for a name that is no linear layer's."
-    if activation not in ACTIVATIONS: raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    "Replace linear layers by `DendriticLinear`s with silent dendrites. Raises `ValueError` for another layer's name."
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, dendrites in layout.items():
-        if not isinstance(modules.get(name), nn.Linear): raise ValueError(f"{name!r} is not a linear layer of this {type(model).__name__}")
+        if not isinstance(modules.get(name), nn.Linear):
+            raise ValueError(f"{name!r} is not a linear layer of this {type(model).__name__}")
         model.set_submodule(name, DendriticLinear.from_linear(modules[name], dendrites, ACTIVATIONS[activation]))
     return _as_grown(model, layout, activation)
 
@@ -72,11 +75,13 @@ def _as_grown(model: nn.Module, layout: dict[str, int], activation: str) -> nn.M
 
 
 def load_grown(folder: str | Path, **kwargs) -> PreTrainedModel:
-    "A grown transformers model that `save_pretrained` wrote. Raises `ValueError` where the folder holds another kind of model."
+    "A grown transformers model that `save_pretrained` wrote. Raises `ValueError` for another kind of model."
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     name = (config.get("architectures") or ["none"])[0]
     base = getattr(transformers, name.removeprefix("Grown"), None)
-    if not name.startswith("Grown") or base is None: raise ValueError(f"{folder} holds the model {name}, not a grown model of transformers; for a class of your own use grown_class(YourModel).from_pretrained")
+    if not name.startswith("Grown") or base is None:
+        raise ValueError(f"{folder} holds the model {name}, not a grown model of transformers; "
+                         "for a class of your own use grown_class(YourModel).from_pretrained")
     return grown_class(base).from_pretrained(folder, **kwargs)
 
 # %% ../../nbs/growth/00_plain.ipynb #41b970cc
@@ -87,10 +92,14 @@ def is_grown(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def to_dendritic_linear(layer: nn.Module) -> DendriticLinear:
-    "One wrapped linear layer as a `DendriticLinear`. Raises `TypeError` for another layer, `ValueError` where its activation is not known."
+    """One wrapped linear layer as a `DendriticLinear`.
+
+    Raises `TypeError` for another layer, `ValueError` where its activation is not known."""
     base, dendrites = layer.main_module, layer.dendrite_module
-    if not isinstance(base, nn.Linear): raise TypeError(f"layer {layer.name}: only linear layers can be exported, this is a {type(base).__name__}")
-    if "dendrite_activation" not in vars(layer): raise ValueError(f"layer {layer.name} was not grown in a growth_session: its activation is not known")
+    if not isinstance(base, nn.Linear):
+        raise TypeError(f"layer {layer.name}: only linear layers can be exported, this is a {type(base).__name__}")
+    if "dendrite_activation" not in vars(layer):
+        raise ValueError(f"layer {layer.name} was not grown in a growth_session: its activation is not known")
     k = layer.dendrite_modules_added
     new = DendriticLinear.from_linear(base, k, layer.dendrite_activation)
     out = base.out_features
@@ -101,7 +110,7 @@ def to_dendritic_linear(layer: nn.Module) -> DendriticLinear:
     if k > 1: new.lateral_scale.copy_(torch.cat([dendrites.dendrites_to_dendrites[j] for j in range(1, k)]))
     return new
 
-
+# %% ../../nbs/growth/00_plain.ipynb #b35a54ad
 def export(
     model: nn.Module,  # from `growth_session`; changed in place
 ) -> nn.Module:
@@ -109,7 +118,8 @@ def export(
 
     Raises `ValueError` for a model without grown layers."""
     layers = {name: module for name, module in model.named_modules() if is_grown(module)}
-    if not layers: raise ValueError(f"this {type(model).__name__} has no grown layers: export takes a model that a growth_session trained")
+    if not layers:
+        raise ValueError(f"this {type(model).__name__} has no grown layers: export takes a model of a growth_session")
     for name, layer in layers.items():
         new = to_dendritic_linear(layer) if layer.dendrite_modules_added else layer.main_module
         model.set_submodule(name, new.train(layer.training))
@@ -117,8 +127,8 @@ def export(
         for mark in ("wrapped", "tracked"): vars(p).pop(mark, None)
     vars(model).pop("member_vars", None)
     model._buffers.pop("tracker_string", None)
-    layout = dendrite_layout(model)
-    return _as_grown(model, layout, activation_name(next(iter(layers.values())).dendrite_activation)) if layout else model
+    layout, first = dendrite_layout(model), next(iter(layers.values()))
+    return _as_grown(model, layout, activation_name(first.dendrite_activation)) if layout else model
 
 
 def exported_param_count(model: nn.Module) -> int:
@@ -127,8 +137,8 @@ def exported_param_count(model: nn.Module) -> int:
     inside = {id(p) for layer in layers for p in layer.parameters()}
     count = sum(p.numel() for p in model.parameters() if id(p) not in inside)
     for layer in layers:
-        k = layer.dendrite_modules_added
-        count += (k + 1) * sum(p.numel() for p in layer.main_module.parameters()) + (k + k * (k - 1) // 2) * layer.main_module.out_features
+        base, k = layer.main_module, layer.dendrite_modules_added
+        count += (k + 1) * sum(p.numel() for p in base.parameters()) + (k + k * (k - 1) // 2) * base.out_features
     return count
 
 # %% ../../nbs/growth/00_plain.ipynb #b6d14ce0
@@ -138,12 +148,14 @@ def grown_param_count(
     layers: Callable[[str], bool] = lambda name: True,  # which linear layers grow, by name
 ) -> int:
     "Parameters of `model` after growing. Each linear layer gains k(in*out + [out]) + k*out + k(k-1)/2*out."
-    if type(num_dendrites) is not int or num_dendrites < 0: raise ValueError(f"num_dendrites must be a whole number of at least 0, got {num_dendrites!r}")
-    k, users = num_dendrites, Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    if type(num_dendrites) is not int or num_dendrites < 0:
+        raise ValueError(f"num_dendrites must be a whole number of at least 0, got {num_dendrites!r}")
+    own_parameters = lambda module: [p for p in module._parameters.values() if p is not None]
+    k, users = num_dendrites, Counter(id(p) for module in model.modules() for p in own_parameters(module))
     count = sum(p.numel() for p in model.parameters())
     for name, module in model.named_modules():
         if not k or not isinstance(module, nn.Linear) or not layers(name): continue
-        own = [p for p in module._parameters.values() if p is not None]
+        own = own_parameters(module)
         count += k * sum(p.numel() for p in own) + (k + k * (k - 1) // 2) * module.out_features
         count += sum(p.numel() for p in own if users[id(p)] > 1)
     return count
