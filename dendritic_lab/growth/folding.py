@@ -8,6 +8,7 @@ __all__ = ['logger', 'fold_linear', 'FoldedLayer', 'Folding', 'fold', 'folding_c
 # %% ../../nbs/growth/04_folding.ipynb #da8a0c8c
 from .plain import identity
 from ..layers.dendritic_linear import DendriticLinear
+from ..measure import evaluating
 
 import copy
 import logging
@@ -65,21 +66,18 @@ class _Moments:
         varies = (yy - y.square() / self.count).sum()
         return map_[:-1].T, map_[-1], (missed / varies.clamp(min=1e-30)).sqrt().item()
 
-# %% ../../nbs/growth/04_folding.ipynb #62ba815a
-@torch.no_grad()
+# %% ../../nbs/growth/04_folding.ipynb #776c7cf9
 def _solve(model: nn.Module, data: Iterable[dict | Tensor]) -> dict[str, tuple[Tensor, Tensor, float]]:
     "The nearest affine map of each layer's dendritic part, its offset and its residual."
     layers = {name: m for name, m in model.named_modules() if isinstance(m, DendriticLinear)}
     if not layers: raise ValueError(f"this {type(model).__name__} has no dendritic layers to fold")
     moments = {name: _Moments() for name in layers}
     hooks = [layer.register_forward_hook(moments[name].add) for name, layer in layers.items()]
-    training = model.training
-    model.eval()
     try:
-        for batch in data: model(**batch) if isinstance(batch, dict) else model(batch)
+        with evaluating(model):
+            for batch in data: model(**batch) if isinstance(batch, dict) else model(batch)
     finally:
         for hook in hooks: hook.remove()
-        model.train(training)
     for name, m in moments.items():
         if m.sums is None:
             raise ValueError(f"the calibration data reach no layer {name!r}: expected at least one batch that uses it")

@@ -6,6 +6,8 @@
 __all__ = ['rank_pieces', 'TrimmedTokenizer', 'trim_tokenizer', 'factorise', 'contextual_table']
 
 # %% ../../nbs/models/00_vocabulary.ipynb #d08cf3e7
+from ..measure import evaluating
+
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -109,7 +111,6 @@ def factorise(
     return (U[:, :rank] * S[:rank]).to(table.dtype), Vh[:rank].to(table.dtype)
 
 # %% ../../nbs/models/00_vocabulary.ipynb #f3d8a630
-@torch.no_grad()
 def contextual_table(
     encoder: PreTrainedModel,  # a base model, such as `AutoModel` gives
     tokenizer: PreTrainedTokenizerFast,  # its tokenizer
@@ -117,10 +118,9 @@ def contextual_table(
     batch_size: int = 256,
 ) -> Tensor:  # (pieces, hidden_size)
     "The encoder's last hidden state at each piece, when that piece is its only input."
-    encoder.eval()
-    out = []
-    for chunk in ids.to(encoder.device).split(batch_size):
+    def states(chunk: Tensor) -> Tensor:
         start, end = (torch.full_like(chunk, i) for i in (tokenizer.cls_token_id, tokenizer.sep_token_id))
-        inputs = torch.stack([start, chunk, end], 1)
-        out.append(encoder(input_ids=inputs, attention_mask=torch.ones_like(inputs)).last_hidden_state[:, 1].cpu())
-    return torch.cat(out)
+        inputs = torch.stack([start, chunk, end], 1)  # (pieces, 3)
+        return encoder(input_ids=inputs, attention_mask=torch.ones_like(inputs)).last_hidden_state[:, 1].cpu()
+
+    with evaluating(encoder): return torch.cat([states(chunk) for chunk in ids.to(encoder.device).split(batch_size)])
