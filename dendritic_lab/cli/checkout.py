@@ -103,5 +103,5 @@ def new_experiment(name: Annotated[str, typer.Argument(help="Small letters, digi
 @clear_errors
 def stage(readme: Annotated[bool, typer.Option(help="Write README's results table instead.")] = False):
     "Prepare the site's pages in docs/; what `make docs` and `make readme` call."
-    from dendritic_lab.lab.site import stage, update_readme
+    from dendritic_lab.lab.publish import stage, update_readme
     update_readme() if readme else stage()
