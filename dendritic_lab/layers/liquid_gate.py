@@ -5,22 +5,23 @@
 # %% auto #0
 __all__ = ['LiquidGate']
 
-# %% ../../nbs/layers/10_liquid_gate.ipynb #166e7438
+# %% ../../nbs/layers/10_liquid_gate.ipynb #127cade2
 from .cfc import CfCGate, time_span
 from .gating import DendriticGating, diversity_loss
-from .token_selection import keep_ratio_loss, mask_positions, threshold_mask, top_k_mask, top_k_positions
+from .token_selection import (
+    keep_ratio_loss, mask_positions, threshold_mask, top_k_mask, top_k_positions)
 from .tokens import Gate, Tokens, gather_tokens, mask_tokens
 
-# %% ../../nbs/layers/10_liquid_gate.ipynb #4c2ced5a
+# %% ../../nbs/layers/10_liquid_gate.ipynb #1aaf636c
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# %% ../../nbs/layers/10_liquid_gate.ipynb #2a62803c
+# %% ../../nbs/layers/10_liquid_gate.ipynb #0af53902
 class LiquidGate(Gate):
-    """Weighs the tokens, drops some, moves the states of the others. `temperature` and `soft` say how choices are learned.
+    """Weighs tokens, drops some, moves the states of the others. `temperature` and `soft` say how choices are learned.
 
     Raises `ValueError` for an unknown selection and where all three parts are off.
     """
@@ -39,9 +40,10 @@ class LiquidGate(Gate):
         keep_weight: float = 2.0,  # of the keep-ratio loss, where the count is not fixed
     ):
         super().__init__(keep_ratio)
-        if selection not in ("topk", "threshold"): raise ValueError(f"selection must be one of topk, threshold, got {selection!r}")
-        if not (gating or cfc or keep_ratio): raise ValueError("a gate needs at least one of gating, cfc and a keep ratio")
-        self.span, self.selection, self.diversity_weight, self.keep_weight = span, selection, diversity_weight, keep_weight
+        if selection not in ("topk", "threshold"):
+            raise ValueError(f"selection must be one of topk, threshold, got {selection!r}")
+        if not (gating or cfc or keep_ratio): raise ValueError("a gate needs one of gating, cfc and a keep ratio")
+        self.span, self.diversity_weight, self.keep_weight = span, diversity_weight, keep_weight
         drops = keep_ratio is not None
         self.gating = DendriticGating(width, num_branches, gate_dim) if gating else None
         self.scorer = nn.Linear(width, 1) if drops and not gating else None
@@ -86,13 +88,15 @@ class LiquidGate(Gate):
         count = self.remaining(tokens.candidates)
         if count == tokens.candidates: return tokens
         if not masked: return gather_tokens(tokens, top_k_positions(logits, count - 1), count, importance)
-        keep = top_k_mask(logits, count - 1, self.temperature, tokens.kept, hard=not (self.soft and self.training))
+        hard = not (self.soft and self.training)
+        keep = top_k_mask(logits, count - 1, self.temperature, tokens.kept, hard)
         return mask_tokens(tokens, keep, count, importance)
 
     def drop_by_threshold(self, tokens: Tokens, logits: Tensor, importance: Tensor, masked: bool) -> Tokens:
         "Keep what passes the learned threshold."
-        keep = threshold_mask(logits, self.threshold, self.temperature, tokens.kept, hard=not (self.soft and self.training))
-        if self.training: tokens.penalties.append(self.keep_weight * keep_ratio_loss(keep, self.keep_ratio, tokens.kept))
+        kept, hard = tokens.kept, not (self.soft and self.training)
+        keep = threshold_mask(logits, self.threshold, self.temperature, kept, hard)
+        if self.training: tokens.penalties.append(self.keep_weight * keep_ratio_loss(keep, self.keep_ratio, kept))
         if masked: return mask_tokens(tokens, keep, tokens.candidates, importance)
         positions, real = mask_positions(keep > 0)
         return gather_tokens(tokens, positions, tokens.candidates, importance, real)
@@ -100,7 +104,8 @@ class LiquidGate(Gate):
     def operations(self, before: int, width: int, heads: int, state_dim: int) -> dict[str, int]:
         after = 1 + self.remaining(before - 1)
         parts = dict.fromkeys(("gating", "reduction", "cfc", "norm"), 0)
-        if self.gating is not None: parts["gating"] = before * (width + 1) * self.gating.num_branches * self.gating.hidden_dim
+        if self.gating is not None:
+            parts["gating"] = before * (width + 1) * self.gating.num_branches * self.gating.hidden_dim
         if self.scorer is not None: parts["reduction"] = before * width
         if self.gating is not None or self.scorer is not None: parts["norm"] = 5 * before * width
         if after < before: parts["reduction"] += before * (width + state_dim)  # fusing

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RandomGate', 'cls_attention', 'EViTGate', 'merge_tokens', 'ToMeGate', 'TokenPredictor', 'DynamicViTGate']
 
-# %% ../../nbs/layers/09_token_reduction.ipynb #d3f955a4
+# %% ../../nbs/layers/09_token_reduction.ipynb #638df654
 from .token_selection import keep_ratio_loss, top_k_mask, top_k_positions
 from .tokens import Gate, Tokens, gather_tokens, mask_tokens, merged_positions
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# %% ../../nbs/layers/09_token_reduction.ipynb #fe87019b
+# %% ../../nbs/layers/09_token_reduction.ipynb #3fe02914
 class RandomGate(Gate):
     "Drops any tokens, in training as in use: what every choice must beat."
 
@@ -37,7 +37,7 @@ def cls_attention(
     if weight is not None: logits = logits + weight.log()[:, None]
     return logits.softmax(-1).mean(1)
 
-# %% ../../nbs/layers/09_token_reduction.ipynb #d9d26efb
+# %% ../../nbs/layers/09_token_reduction.ipynb #9b0245d4
 class EViTGate(Gate):
     "Keeps what CLS attended to in the block before, and fuses the rest. Source: Liang et al. 2022."
     reads_attention = True
@@ -59,8 +59,11 @@ def merge_tokens(
     metric: Tensor,  # (batch, tokens, any) what tokens are compared by: their keys
     size: Tensor,  # (batch, tokens) patches that each token stands for
     count: int,  # tokens to merge away, at most half of those besides CLS
-) -> tuple[Tensor, Tensor, Tensor]:  # (batch, tokens - count, dim), (batch, tokens - count) sizes, (batch, tokens) targets
-    "Bipartite soft matching. Raises `ValueError` for a count that pairs cannot give. Source: Bolya et al. 2023, section 3."
+) -> tuple[Tensor, Tensor, Tensor]:  # (batch, tokens - count, dim), (batch, tokens - count), (batch, tokens)
+    """Means of what is merged, their sizes, and where each token is then. 
+
+    Bipartite soft matching. Source: Bolya et al. 2023, section 3. Raises `ValueError` for a count that pairs cannot give.
+    """
     first, second = x.shape[1] // 2 + x.shape[1] % 2, x.shape[1] // 2  # CLS at position 0 is of the first set
     if not 0 <= count <= first - 1 or (count and not second):
         raise ValueError(f"of {x.shape[1]} tokens 0 to {first - 1} can be merged away, got {count}")
@@ -83,13 +86,14 @@ def merge_tokens(
 def _targets(merged: Tensor, kept: Tensor, partner: Tensor, tokens: int) -> Tensor:  # (batch, tokens)
     "Where each token is after the merge."
     left = kept.shape[1]
-    first = torch.empty(len(kept), left + merged.shape[1], dtype=torch.long, device=kept.device)
-    first = first.scatter(1, kept, torch.arange(left, device=kept.device).expand_as(kept)).scatter(1, merged, partner + left)
-    target = torch.empty(len(kept), tokens, dtype=torch.long, device=kept.device)
+    first = torch.empty(kept.shape[0], left + merged.shape[1], dtype=torch.long, device=kept.device)
+    first = first.scatter(1, kept, torch.arange(left, device=kept.device).expand_as(kept))
+    first = first.scatter(1, merged, partner + left)
+    target = torch.empty(kept.shape[0], tokens, dtype=torch.long, device=kept.device)
     target[:, ::2], target[:, 1::2] = first, torch.arange(tokens // 2, device=kept.device) + left
     return target
 
-# %% ../../nbs/layers/09_token_reduction.ipynb #4005d439
+# %% ../../nbs/layers/09_token_reduction.ipynb #a36b8999
 class ToMeGate(Gate):
     "Merges the most similar pairs. Raises `ValueError` for a keep ratio that pairs cannot reach. Source: Bolya et al. 2023."
     reads_attention = True
@@ -124,18 +128,21 @@ class TokenPredictor(nn.Module):
         self.inner = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU())
         self.head = nn.Sequential(nn.Linear(2 * half, half), nn.GELU(), nn.Linear(half, quarter), nn.GELU(), nn.Linear(quarter, 2))
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # `mask` (batch, tokens): weights of the mean; None: all 1
+    def forward(self,
+        x: Tensor,  # (batch, tokens, dim)
+        mask: Tensor | None = None,  # (batch, tokens) weights of the mean; None: all 1
+    ) -> Tensor:  # (batch, tokens, 2)
         own, shared = self.inner(x)[..., :2 * (x.shape[-1] // 2)].chunk(2, -1)
         weights = torch.ones_like(x[..., :1]) if mask is None else mask[..., None].to(x)
         mean = (shared * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1e-6)
         return self.head(torch.cat([own, mean.expand_as(own)], -1)).float().log_softmax(-1)
 
-    def draw(self, log_probabilities: Tensor) -> Tensor:  # (batch, tokens, 2) -> (batch, tokens) 0 or 1, with a gradient; 1 for CLS
-        "A random decision for each token, for training."
+    def draw(self, log_probabilities: Tensor) -> Tensor:  # (batch, tokens, 2) -> (batch, tokens)
+        "A random decision for each token, for training: 0 or 1, with a gradient; 1 for CLS."
         drawn = F.gumbel_softmax(log_probabilities, hard=True)[..., 0]
         return torch.cat([torch.ones_like(drawn[:, :1]), drawn[:, 1:]], 1)
 
-# %% ../../nbs/layers/09_token_reduction.ipynb #226fb93e
+# %% ../../nbs/layers/09_token_reduction.ipynb #bb92be9c
 class DynamicViTGate(Gate):
     "Keeps what a predictor finds probable; in training it draws, and a penalty holds the share. Source: Rao et al. 2021."
 
@@ -153,8 +160,9 @@ class DynamicViTGate(Gate):
         count = self.remaining(tokens.candidates)
         if count == tokens.candidates: return tokens
         log_probabilities = self.predictor(tokens.hidden, tokens.mask)
-        if not masked: return gather_tokens(tokens, top_k_positions(log_probabilities[..., 0], count), count)
-        if not self.training: return mask_tokens(tokens, top_k_mask(log_probabilities[..., 0], count, kept=tokens.kept), count)
+        keeping = log_probabilities[..., 0]
+        if not masked: return gather_tokens(tokens, top_k_positions(keeping, count), count)
+        if not self.training: return mask_tokens(tokens, top_k_mask(keeping, count, kept=tokens.kept), count)
         keep = self.predictor.draw(log_probabilities)
         tokens.penalties.append(self.keep_weight * keep_ratio_loss(keep, count / tokens.candidates, tokens.kept))
         return mask_tokens(tokens, keep, count)
@@ -162,4 +170,5 @@ class DynamicViTGate(Gate):
     def operations(self, before: int, width: int, heads: int, state_dim: int) -> dict[str, int]:
         if self.remaining(before - 1) == before - 1: return {}
         half, quarter = width // 2, width // 4
-        return {"reduction": before * (width * width + 2 * half * half + half * quarter + 2 * quarter), "norm": 5 * before * width}
+        products = width * width + 2 * half * half + half * quarter + 2 * quarter
+        return {"reduction": before * products, "norm": 5 * before * width}

@@ -27,7 +27,7 @@ def straight_through(soft: Tensor, hard: Tensor) -> Tensor:
     "The value of `hard` with the gradient of `soft`. Source: Bengio et al. 2013."
     return hard.to(soft) + (soft - soft.detach())
 
-# %% ../../nbs/layers/06_token_selection.ipynb #0c086295
+# %% ../../nbs/layers/06_token_selection.ipynb #fde18fa9
 def top_k_mask(
     logits: Tensor,  # (batch, tokens), CLS first
     count: int,  # to keep besides CLS
@@ -39,14 +39,14 @@ def top_k_mask(
     rest = logits[:, 1:].float()
     dropped = torch.zeros_like(rest, dtype=torch.bool) if kept is None else ~kept[:, 1:]
     rest = rest.masked_fill(dropped, -1e4)  # finite, so that gradients are
-    if count >= rest.shape[1]: return (torch.ones_like(logits, dtype=torch.bool) if kept is None else kept).to(rest.dtype)
+    if count >= rest.shape[1]: return torch.cat([torch.ones_like(rest[:, :1]), (~dropped).to(rest.dtype)], 1)
     best = rest.topk(count + 1, dim=1)
     bar = (best.values[:, count - 1, None] + best.values[:, count, None]) / 2
     soft = torch.sigmoid((rest - bar) / temperature)
     if hard: soft = straight_through(soft, torch.zeros_like(soft).scatter(1, best.indices[:, :count], 1.0))
     return torch.cat([torch.ones_like(soft[:, :1]), soft.masked_fill(dropped, 0)], 1)
 
-# %% ../../nbs/layers/06_token_selection.ipynb #1a624b2c
+# %% ../../nbs/layers/06_token_selection.ipynb #4abc4059
 def threshold_mask(
     logits: Tensor,  # (batch, tokens), CLS first
     threshold: Tensor | float,  # learned
@@ -86,7 +86,7 @@ def gather(
     rows = (positions + tokens * torch.arange(batch, device=positions.device)[:, None]).flatten()
     return [x.flatten(0, 1).index_select(0, rows).unflatten(0, positions.shape) for x in parts]
 
-# %% ../../nbs/layers/06_token_selection.ipynb #0d8f73dd
+# %% ../../nbs/layers/06_token_selection.ipynb #8cfca4c8
 def fuse(
     weights: Tensor,  # (batch, tokens) at least 0
     *parts: Tensor,  # each (batch, tokens, dim) or (batch, tokens)

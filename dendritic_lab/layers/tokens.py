@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['Tokens', 'with_fused', 'mask_tokens', 'gather_tokens', 'merged_positions', 'Gate']
 
-# %% ../../nbs/layers/07_tokens.ipynb #88578795
+# %% ../../nbs/layers/07_tokens.ipynb #2cd5a81e
 from .token_selection import fuse, gather, keep_count
 
-# %% ../../nbs/layers/07_tokens.ipynb #9f5880b2
+# %% ../../nbs/layers/07_tokens.ipynb #87fb3f9a
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-# %% ../../nbs/layers/07_tokens.ipynb #6841f480
+# %% ../../nbs/layers/07_tokens.ipynb #89c3190e
 @dataclass(frozen=True)
 class Tokens:
     "A batch of token sequences on their way through a model, CLS first."
@@ -31,8 +31,8 @@ class Tokens:
     @property
     def weight(self) -> Tensor | None:  # (batch, tokens)
         "Of each token as a key."
-        if self.importance is None or self.mask is None: return self.mask if self.importance is None else self.importance
-        return self.importance * self.mask
+        if self.importance is None: return self.mask
+        return self.importance if self.mask is None else self.importance * self.mask
 
     @property
     def kept(self) -> Tensor | None:  # (batch, tokens) bool; None: all
@@ -44,7 +44,7 @@ class Tokens:
         parts = {"hidden": self.hidden, "importance": self.importance, "state": self.state}
         return {name: part for name, part in parts.items() if part is not None}
 
-# %% ../../nbs/layers/07_tokens.ipynb #b7087055
+# %% ../../nbs/layers/07_tokens.ipynb #e84309db
 def with_fused(position: Tensor | None) -> Tensor | None:
     "The positions of tokens that a fused one has joined."
     return None if position is None else torch.cat([position, torch.full_like(position[:, :1], -1)], 1)
@@ -66,7 +66,7 @@ def mask_tokens(
     mask = torch.cat([mask, any_dropped], 1)
     return replace(tokens, **joined, position=with_fused(tokens.position), mask=mask, candidates=candidates)
 
-# %% ../../nbs/layers/07_tokens.ipynb #362c48a0
+# %% ../../nbs/layers/07_tokens.ipynb #e127c881
 def gather_tokens(
     tokens: Tokens,
     positions: Tensor,  # (batch, kept) CLS first
@@ -90,15 +90,15 @@ def _outside(positions: Tensor, real: Tensor, like: Tensor) -> Tensor:
     "1 for tokens that are not among the real positions."
     return 1 - torch.zeros_like(like).scatter_add(1, positions, real.to(like)).clamp(max=1)
 
-# %% ../../nbs/layers/07_tokens.ipynb #3415576f
+# %% ../../nbs/layers/07_tokens.ipynb #196da702
 def merged_positions(position: Tensor, target: Tensor, tokens: int) -> Tensor:
     "Positions (batch, tokens) after a merge that brought each of (batch, before) to `target`, (batch, before)."
-    members = torch.zeros(len(position), tokens, dtype=position.dtype, device=position.device)
+    members = torch.zeros(position.shape[0], tokens, dtype=position.dtype, device=position.device)
     members = members.scatter_add(1, target, torch.ones_like(position))
     moved = torch.zeros_like(members).scatter_add(1, target, position)
     return torch.where(members == 1, moved, -1)
 
-# %% ../../nbs/layers/07_tokens.ipynb #440fb69e
+# %% ../../nbs/layers/07_tokens.ipynb #a2ccb22f
 class Gate(nn.Module):
     """Stands before a block: `forward(tokens, masked)` -> tokens. With `masked` it drops by mask, otherwise for real.
 
