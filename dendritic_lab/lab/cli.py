@@ -225,7 +225,7 @@ def new_experiment(name: Annotated[str, typer.Argument(help="Small letters, digi
 @app.command(hidden=True)
 def stage(readme: Annotated[bool, typer.Option(help="Write README's results table instead.")] = False):
     "Prepare the site's pages in docs/."
-    from dendritic_lab.lab.site import stage, update_readme
+    from dendritic_lab.lab.publish import stage, update_readme
     with _clear_errors(): update_readme() if readme else stage()
 
 # %% ../../nbs/lab/06_cli.ipynb #6f372377

@@ -66,10 +66,10 @@ def summarise(values: "pd.DataFrame") -> "pd.DataFrame":  # columns metric, unit
     "Mean of each metric in each setting, with the bootstrap interval over seeds where there are several."
     import pandas as pd
 
-    from dendritic_lab.measure.statistics import bootstrap_interval
+    from dendritic_lab.measure.statistics import seed_interval
     rows = []
     for (metric, unit, setting), group in values.groupby(["metric", "unit", "setting"], sort=False):
-        interval, several = bootstrap_interval(group.value.tolist()), len(group) > 1
+        interval, several = seed_interval(group.value.tolist()), len(group) > 1
         rows.append((metric, unit, setting, len(group), interval.mean, interval.low if several else None, interval.high if several else None))
     return pd.DataFrame(rows, columns=["metric", "unit", "setting", "seeds", "mean", "low", "high"])
 
@@ -78,7 +78,7 @@ def paired_differences(values: "pd.DataFrame", baseline: str | None = None) -> "
     "Each setting less the baseline (None: the first), over the seeds that both have. Raises `UsageError` for an unknown baseline."
     import pandas as pd
 
-    from dendritic_lab.measure.statistics import bootstrap_interval
+    from dendritic_lab.measure.statistics import seed_interval
     settings = list(dict.fromkeys(values.setting))
     baseline = settings[0] if baseline is None else baseline
     if baseline not in settings: raise UsageError(f"no setting {baseline!r}; there are: {' | '.join(settings)}")
@@ -88,7 +88,7 @@ def paired_differences(values: "pd.DataFrame", baseline: str | None = None) -> "
         for setting in (s for s in of if s != baseline and baseline in of):
             pairs = (of[setting] - of[baseline]).dropna()
             if not len(pairs): continue
-            interval, several = bootstrap_interval(pairs.tolist()), len(pairs) > 1
+            interval, several = seed_interval(pairs.tolist()), len(pairs) > 1
             rows.append((metric, unit, setting, len(pairs), interval.mean, interval.low if several else None, interval.high if several else None))
     return pd.DataFrame(rows, columns=["metric", "unit", "setting", "pairs", "difference", "low", "high"])
 

@@ -1,6 +1,17 @@
-"""Size, speed, memory, energy, and how sure the figures are."""
+"""Size, speed, memory, energy, and how sure the figures are. Modules are loaded when a name is first used."""
 
-from .evaluating import evaluating
-from .size import ParamCount, count_flops, count_params, file_size
-from .speed import Comparison, compare_latency, energy, peak_memory, throughput
-from .statistics import Interval, McNemar, bootstrap_interval, mcnemar
+import importlib
+
+_places = {
+    "modes": ["evaluating"],
+    "size": ["ParamCount", "count_flops", "count_params", "file_size"],
+    "speed": ["Comparison", "compare_latency", "energy", "peak_memory", "throughput"],
+    "statistics": ["Interval", "McNemar", "interval", "mcnemar", "median_interval", "number", "plot_intervals",
+                   "seed_interval", "verdict"]}
+_module_of = {name: module for module, names in _places.items() for name in names}
+__all__ = list(_module_of)
+
+
+def __getattr__(name: str):
+    if name not in _module_of: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_module_of[name]}"), name)

@@ -16,13 +16,15 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from .modes import evaluating
+
 # %% ../../nbs/measure/00_size.ipynb #ed4a96b2
 @dataclass(frozen=True)
 class ParamCount:
     "Numbers of parameters; tensors that are shared count once."
     total: int
     trainable: int
-    embedding: int  # in `nn.Embedding` and `nn.EmbeddingBag` tables; the second factor of a factorised table is not among them
+    embedding: int  # in `nn.Embedding` and `nn.EmbeddingBag` tables, without the second factor of a factorised one
 
     @property
     def non_embedding(self) -> int: return self.total - self.embedding
@@ -31,7 +33,8 @@ class ParamCount:
 def count_params(model: nn.Module) -> ParamCount:
     "Count the parameters of `model`. A table that doubles as an output layer is an embedding."
     unique = {id(p): p for p in model.parameters()}
-    tables = {id(p) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for p in m.parameters(recurse=False)}
+    embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    tables = {id(p) for m in embeddings for p in m.parameters(recurse=False)}
     return ParamCount(
         total=sum(p.numel() for p in unique.values()),
         trainable=sum(p.numel() for p in unique.values() if p.requires_grad),
@@ -41,19 +44,18 @@ def count_params(model: nn.Module) -> ParamCount:
 def _products(into, a, b, *args, **kwargs):  # shapes: a (batch, rows, inner), b (batch, inner, columns)
     return 2 * a[0] * a[1] * a[2] * b[2]
 
-_batched_products = {torch.ops.aten.addbmm: _products, torch.ops.aten.baddbmm_: _products}  # PyTorch's counter has no formula for these
+# PyTorch's counter has no formula for these
+_batched_products = {torch.ops.aten.addbmm: _products, torch.ops.aten.baddbmm_: _products}
 
 
-@torch.no_grad()
 def count_flops(model: nn.Module, **inputs) -> int:
-    """Operations of one forward pass in eval mode, two to a multiply-accumulate; matrix products, convolutions and attention only.
+    """Operations of one forward pass in eval mode, two to a multiply-accumulate.
 
-    Fused attention counts as its two products: PyTorch's counter knows no formula for the kernel that a CPU uses.
+    Matrix products, convolutions and attention only. Fused attention counts as its two products:
+    PyTorch's counter knows no formula for the kernel that a CPU uses.
     """
-    was_training = model.training
-    model.eval()
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=_batched_products) as counter: model(**inputs)
-    model.train(was_training)
+    counter = FlopCounterMode(display=False, custom_mapping=_batched_products)
+    with evaluating(model), sdpa_kernel(SDPBackend.MATH), counter: model(**inputs)
     return counter.get_total_flops()
 
 # %% ../../nbs/measure/00_size.ipynb #7d0e55f9

@@ -19,8 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from scipy.stats import bootstrap
 from torch.utils.benchmark import Timer, timer
+
+from .statistics import Interval, median_interval
 
 # %% ../../nbs/measure/01_speed.ipynb #72b930de
 @dataclass(frozen=True)
@@ -33,16 +37,33 @@ class Comparison:
     ratio_high: float  # third quartile
     rounds: int
     threads: int
+    ratios: tuple[float, ...]  # one a pair
+
+    @property
+    def interval(self) -> Interval:
+        "The median ratio with its interval over pairs."
+        return median_interval(self.ratios)
+
+    def over(self, null: "Comparison") -> Interval:
+        "The ratio over that of a null, in which nothing should differ, with a bootstrap interval over pairs."
+        ratio = lambda ours, theirs, axis=-1: np.median(ours, axis) / np.median(theirs, axis)
+        estimate, pairs = float(ratio(self.ratios, null.ratios)), (self.ratios, null.ratios)
+        if min(map(len, pairs)) < 6: return Interval(estimate, values=self.ratios, basis="pairs")
+        ends = bootstrap(pairs, ratio, n_resamples=2000, method="percentile", rng=0).confidence_interval
+        return Interval(estimate, float(ends.low), float(ends.high), 0.95, self.ratios, "pairs")
 
 # %% ../../nbs/measure/01_speed.ipynb #11a39c5a
 def compare_latency(
     function: Callable[[], object],
     baseline: Callable[[], object],
-    rounds: int = 15,  # pairs; at least 3
+    rounds: int = 31,  # pairs; at least 3
     min_seconds: float = 0.02,  # each of a pair is repeated for at least this long
     threads: int | None = None,  # torch's threads; None: as set now
 ) -> Comparison:
-    "Time two functions in turn with torch's benchmark clock, which waits for a GPU. Three calls of each come first to warm up."
+    """Time two functions in turn with torch's benchmark clock, which waits for a GPU.
+
+    Three calls of each come first to warm up. Raises `ValueError` for fewer than 3 rounds.
+    """
     if rounds < 3: raise ValueError(f"rounds must be at least 3, got {rounds}")
     before, threads = torch.get_num_threads(), threads or torch.get_num_threads()
     clocks = [timeit.Timer(f, timer=timer) for f in (function, baseline)]
@@ -57,16 +78,18 @@ def compare_latency(
     finally: torch.set_num_threads(before)
     ratios = [a / b for a, b in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    return Comparison(statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs), middle, low, high, rounds, threads)
+    seconds, baseline_seconds = (statistics.median(side) for side in zip(*pairs))
+    return Comparison(seconds, baseline_seconds, middle, low, high, rounds, threads, tuple(ratios))
 
 # %% ../../nbs/measure/01_speed.ipynb #e7024e67
 def throughput(function: Callable[[], object], items: int, min_seconds: float = 0.2) -> float:
     "Items a second, when one call of `function` handles `items` of them."
-    return items / Timer("f()", globals={"f": function}, num_threads=torch.get_num_threads()).blocked_autorange(min_run_time=min_seconds).median
+    clock = Timer("f()", globals={"f": function}, num_threads=torch.get_num_threads())
+    return items / clock.blocked_autorange(min_run_time=min_seconds).median
 
 # %% ../../nbs/measure/01_speed.ipynb #cd40f488
 def peak_memory(function: Callable[[], object], device: str = "cpu") -> int:
-    "Bytes that a call of `function` needs at its peak. On the CPU it runs in a child process, with copies of what it refers to."
+    "Bytes that a call of `function` needs at its peak. On the CPU a child process calls it, with copies of its data."
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -83,7 +106,8 @@ def peak_memory(function: Callable[[], object], device: str = "cpu") -> int:
     try: answer = receive.recv()
     except EOFError: answer = None
     child.join()
-    if not isinstance(answer, int): raise RuntimeError(f"the function failed in the child process: {answer or f'exit code {child.exitcode}'}")
+    if not isinstance(answer, int):
+        raise RuntimeError(f"the function failed in the child process: {answer or f'exit code {child.exitcode}'}")
     return answer
 
 
