@@ -15,7 +15,7 @@ from .claims import judge_all, reference_runs, summary_line
 from .experiments import project_root
 from .ledger import claims_page
 from .reference import (
-    imported_modules, module_pages, notebooks, page_of, stage_notebooks, title_and_line)
+    imported_modules, module_pages, notebooks, page_of, stage_modules, stage_notebooks, title_and_line)
 from .report import render_math, write_html
 from .results import (
     AGAIN, Result, cards, own_table, results, results_table, section, system_title, systems)
@@ -24,7 +24,8 @@ from .results import (
 def usage(result: Result, pages: dict[str, str]) -> str:  # pages: what `module_pages` found
     "How to run an experiment, and the library's modules that it uses."
     experiment = result.experiment
-    modules = ", ".join(f"[`{m}`]({pages[m]})" for m in imported_modules(experiment.notebook) if m in pages)
+    taught = [m for m in imported_modules(experiment.notebook) if m in pages and not m.startswith("lab.")]
+    modules = ", ".join(f"[`{m}`]({pages[m]})" for m in taught)
     command = f"`dendritic-lab run {result.name} --profile {'|'.join(experiment.profiles)}`"
     return f"{command}\n\n" + (f"Modules: {modules}." if modules else "")
 
@@ -40,7 +41,7 @@ def experiments_page(root: Path) -> str:
         above = r.system
     return "\n\n".join(parts)
 
-# %% ../../nbs/lab/20_publish.ipynb #2ea4f6b7
+# %% ../../nbs/lab/20_publish.ipynb #fa91027b
 def stage_runs(root: Path, docs: Path):
     "Write the reports of all runs of record, and the main figure of each experiment."
     for folder in ("reports", "figures"): (docs / folder).mkdir(exist_ok=True)
@@ -68,7 +69,7 @@ def table_of(root: Path, name: str) -> str:
     limits = result.summary["limits"] or ""
     return f"{own_table(result)}\n\n{limits} {result.measured}. Run `{result.run.relative_to(root)}`.".strip()
 
-# %% ../../nbs/lab/20_publish.ipynb #a3566ddf
+# %% ../../nbs/lab/20_publish.ipynb #23fa0f66
 def main_picture(root: Path) -> str:
     "The first figure of the results as Markdown for README; empty where none has one."
     result = next((r for r in results(root) if r.figure), None)
@@ -92,7 +93,7 @@ def fill(text: str, root: Path) -> str:
     "A page with its parts put in and its formulas drawn."
     return re.sub(r"<!-- part: ([\w ]+) -->", lambda found: part(found[1], root), render_math(text))
 
-# %% ../../nbs/lab/20_publish.ipynb #b000e422
+# %% ../../nbs/lab/20_publish.ipynb #dcad1688
 def stage(root: Path | None = None) -> Path:
     "Fill `docs/` anew and return it."
     root = root or project_root()
@@ -101,6 +102,7 @@ def stage(root: Path | None = None) -> Path:
     docs.mkdir()
     write = lambda name, text: (docs / name).write_text(text, encoding="utf-8")
     stage_notebooks(root, docs)
+    stage_modules(root, docs)
     stage_runs(root, docs)
     write("claims.qmd", claims_page(root))
     write("experiments.qmd", experiments_page(root))
