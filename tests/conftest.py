@@ -8,6 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-c", "from dendritic_lab.cli import main; main()"]
@@ -62,6 +63,16 @@ def lab():
         variables |= {"PYTHONWARNINGS": ours} | environment
         command = [*COMMAND, *words]
         return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout)
+    return run
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    "Ask the command line in a folder without a process of its own, where nothing is started; returns its result."
+    def run(folder: Path, *words: str):
+        from dendritic_lab.cli import app
+        monkeypatch.chdir(folder)
+        return CliRunner().invoke(app, words)
     return run
 
 

@@ -16,22 +16,22 @@ print(done.exit_code, 'torch' in sys.modules, 'papermill' in sys.modules)"""
     assert done.stdout.split() == ["0", "False", "False"]
 
 
-def test_list_names_every_parameter(lab, root):
-    done = lab(root, "list", "dsn")
-    assert done.returncode == 0
+def test_list_names_every_parameter(ask, root):
+    done = ask(root, "list", "dsn")
+    assert done.exit_code == 0
     for word in ("dsn:", "quick", "word_dropout", "auto|local|hub|embedded"): assert word in done.stdout
 
 
-def test_list_has_one_line_an_experiment(lab, root):
+def test_list_has_one_line_an_experiment(ask, root):
     names = [path.stem for path in (root / "nbs/experiments").glob("*.ipynb")]
-    done = lab(root, "list")
-    assert done.returncode == 0, done.stderr
+    done = ask(root, "list")
+    assert done.exit_code == 0, done.stderr
     for name in names: assert sum(f"│ {name} " in line for line in done.stdout.splitlines()) == 1
 
 
-def test_claims_are_joined_with_the_reference_runs(lab, root):
-    done = lab(root, "claims", "--json")
-    assert done.returncode == 0, done.stderr
+def test_claims_are_joined_with_the_reference_runs(ask, root):
+    done = ask(root, "claims", "--json")
+    assert done.exit_code == 0, done.stderr
     claims = {c["id"]: c for c in json.loads(done.stdout)}
     assert claims["dsn.encoder_layers_of_base"]["status"] == "inconsistent"
     assert claims["perforated.glue.CoLA.base"]["status"] == "cannot be run here"
@@ -58,8 +58,8 @@ def test_data_that_cannot_be_had_fail_the_run(lab, root, tmp_path):
     assert done.returncode == 1 and "DENDRITIC_LAB_DATA is not set" in done.stderr and "Three ways" in done.stderr
 
 
-def test_claims_begin_with_the_ledger_in_one_sentence_and_can_be_filtered(lab, root):
-    done = lab(root, "claims", "--system", "dsn", "--status", "inconsistent")
-    assert done.returncode == 0 and "measured claims reproduced" in done.stdout.splitlines()[0], done.stderr
+def test_claims_begin_with_the_ledger_in_one_sentence_and_can_be_filtered(ask, root):
+    done = ask(root, "claims", "--system", "dsn", "--status", "inconsistent")
+    assert done.exit_code == 0 and "measured claims reproduced" in done.stdout.splitlines()[0], done.stderr
     assert "dsn.encoder_layers_of_base" in done.stdout and "dsn.accuracy" not in done.stdout
     assert "perforated.overall_sparsity" not in done.stdout

@@ -109,10 +109,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words, message", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_with_2_before_anything_starts(make_checkout, lab, words, message):
+def test_what_cannot_be_is_refused_with_2_before_anything_starts(make_checkout, ask, words, message):
     checkout = make_checkout("times")
-    done = lab(checkout, *words)
-    assert done.returncode == 2 and message in done.stderr, done.stderr
+    done = ask(checkout, *words)
+    assert done.exit_code == 2 and message in done.stderr, done.output
     assert not (checkout / "outputs").exists()
 
 
@@ -123,9 +123,9 @@ PROFILES = {
 
 
 @pytest.mark.parametrize("profiles, message", PROFILES.values(), ids=PROFILES)
-def test_profiles_with_mistakes_are_refused(make_checkout, lab, profiles, message):
-    done = lab(make_checkout("times", profiles=profiles), "run", "tiny")
-    assert done.returncode == 2 and message in done.stderr, done.stderr
+def test_profiles_with_mistakes_are_refused(make_checkout, ask, profiles, message):
+    done = ask(make_checkout("times", profiles=profiles), "run", "tiny")
+    assert done.exit_code == 2 and message in done.stderr, done.output
 
 
 CELLS = {
@@ -136,9 +136,9 @@ CELLS = {
 
 
 @pytest.mark.parametrize("cell, message", CELLS.values(), ids=CELLS)
-def test_parameters_cells_with_mistakes_are_refused(make_checkout, lab, cell, message):
-    done = lab(make_checkout("1", parameters=cell), "run", "tiny")
-    assert done.returncode == 2 and message in done.stderr, done.stderr
+def test_parameters_cells_with_mistakes_are_refused(make_checkout, ask, cell, message):
+    done = ask(make_checkout("1", parameters=cell), "run", "tiny")
+    assert done.exit_code == 2 and message in done.stderr, done.output
 
 
 def test_outside_a_checkout_the_package_s_own_is_used_and_text_stays_data(make_checkout, lab):
