@@ -5,16 +5,14 @@
 # %% auto #0
 __all__ = ['linear_layers', 'lora_count', 'nearest_rank', 'lora']
 
-# %% ../../nbs/growth/08_adapters.ipynb #bd82e65c
-from ..layers.low_rank import low_rank_count
-
+# %% ../../nbs/growth/08_adapters.ipynb #5e8962f6
 import logging
 import warnings
 from collections.abc import Callable
 
 from torch import nn
 
-# %% ../../nbs/growth/08_adapters.ipynb #67b3d5a1
+# %% ../../nbs/growth/08_adapters.ipynb #4e927eca
 def linear_layers(
     model: nn.Module,
     layers: Callable[[str], bool] = lambda name: True,  # which of them, by name
@@ -27,7 +25,7 @@ def lora_count(model: nn.Module, rank: int, layers: Callable[[str], bool] = lamb
     "Parameters that LoRA of this rank adds to the chosen linear layers."
     return rank * sum(m.in_features + m.out_features for m in linear_layers(model, layers).values())
 
-# %% ../../nbs/growth/08_adapters.ipynb #a4d8bfc9
+# %% ../../nbs/growth/08_adapters.ipynb #ef371d63
 def nearest_rank(
     count: Callable[[int], int],  # rank -> parameters, rising
     wanted: int,  # parameters
@@ -37,18 +35,18 @@ def nearest_rank(
     while count(rank + 1) <= wanted: rank += 1
     return min(rank, rank + 1, key=lambda r: abs(count(r) - wanted))
 
-# %% ../../nbs/growth/08_adapters.ipynb #292be809
+# %% ../../nbs/growth/08_adapters.ipynb #60aebcbf
 def lora(
     model: nn.Module,  # a transformers decoder; its weights are frozen
     rank: int,
     layers: Callable[[str], bool] = lambda name: True,  # which linear layers get an adapter, by name
 ) -> nn.Module:
     "`model` with a LoRA adapter of scale 2 on each chosen linear layer, by peft."
-    logging.disable(logging.WARNING)  # torchao, where it is installed, reports on import which GPU kernels it cannot use
+    logging.disable(logging.WARNING)  # torchao, where it is installed, tells on import which kernels it cannot use
     try: from peft import LoraConfig, get_peft_model
     finally: logging.disable(logging.NOTSET)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=list(linear_layers(model, layers)),
-                        task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, task_type="CAUSAL_LM",
+                        target_modules=list(linear_layers(model, layers)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in an outdated way
         return get_peft_model(model, config)

@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['training_step', 'adamw', 'StepCost', 'step_cost']
 
-# %% ../../nbs/growth/09_cost.ipynb #c51e6802
+# %% ../../nbs/growth/09_cost.ipynb #a18e42bd
 from ..measure import peak_memory
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
-# %% ../../nbs/growth/09_cost.ipynb #802859d6
+# %% ../../nbs/growth/09_cost.ipynb #e5c2750e
 def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]):
     "Forward, backward and an optimizer step. Returns when the device has finished."
     device = next(model.parameters()).device
@@ -30,7 +30,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     "AdamW over the weights that learn, with a rate that leaves them nearly as they are."
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-6)
 
-# %% ../../nbs/growth/09_cost.ipynb #2b241860
+# %% ../../nbs/growth/09_cost.ipynb #8a6625a5
 @dataclass(frozen=True)
 class StepCost:
     "What one training step of a model takes."
@@ -44,7 +44,7 @@ def step_cost(
 ) -> StepCost:
     "Seconds and memory of a training step. Raises `ValueError` for fewer than two batches."
     batches, seconds = list(batches), []
-    if len(batches) < 2: raise ValueError(f"expected at least two batches, of which the first warms up, got {len(batches)}")
+    if len(batches) < 2: raise ValueError(f"expected at least two batches, the first to warm up, got {len(batches)}")
     optimizer, device = adamw(model), next(model.parameters()).device.type
     peak = peak_memory(lambda: training_step(model, optimizer, batches[0]), device)
     for batch in batches:
