@@ -9,7 +9,8 @@ __all__ = ['is_scorer', 'learning_rates', 'block_attention', 'scorer_loss', 'dis
 # %% ../../nbs/training/03_phases.ipynb #344281fd
 from ..layers.perforation import SparsityController, SparsitySchedule, TemperatureSchedule, droppable_blocks, pool_blocks, valid_blocks
 from ..models.perforated_bert import PerforatedBertLayer, PerforatedBertPreTrainedModel
-from .loop import Fit, fit
+from .loop import fit
+from .state import Fit
 
 # %% ../../nbs/training/03_phases.ipynb #e3ed9e39
 from collections.abc import Callable, Sequence
