@@ -38,11 +38,11 @@ done = fit(model, DataLoader(rows, 8, shuffle=True), loss=loss, evaluate=evaluat
 if first: (folder / "result.json").write_text(json.dumps({"losses": [r["loss"] for r in done.history], "errors": [r["error"] for r in done.history], "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()}))
 """
 PERFORATED = PLAIN + """
-from dendritic_lab.models import perforated_bert
+from dendritic_lab.models import perforated_layer
 from dendritic_lab.models.perforated_bert import PerforatedBertConfig, PerforatedBertForSequenceClassification
 from dendritic_lab.training.phases import perforate
-draw = perforated_bert.gumbel_sigmoid   # without noise: each process draws its own, so it cannot be that of one process
-perforated_bert.gumbel_sigmoid = lambda logits, temperature, training: draw(logits, temperature, training=False)
+draw = perforated_layer.gumbel_sigmoid   # without noise: each process draws its own, so it cannot be that of one process
+perforated_layer.gumbel_sigmoid = lambda logits, temperature, training: draw(logits, temperature, training=False)
 torch.manual_seed(0)
 config = PerforatedBertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, max_position_embeddings=32, block_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2)
 model = PerforatedBertForSequenceClassification(config)

@@ -3,6 +3,7 @@
 import functools
 import http.server
 import importlib.resources
+import json
 import os
 import re
 import shutil
@@ -13,24 +14,78 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
+import nbformat
 import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from dendritic_lab.lab.publish import MARKED, stage, update_readme, write_parts
+from dendritic_lab.lab.reference import plain_modules
 from dendritic_lab.lab.report import external_loads
-from dendritic_lab.lab.site import TABLES, between
+from dendritic_lab.lab.results import AGAIN
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    "The site, built by smalldocs from a copy of what it is made of."
-    root, copy = Path(__file__).resolve().parents[1], tmp_path_factory.mktemp("site")
-    for name in ("nbs", "pages", "outputs/reference", "dendritic_lab/lab"): shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__"))
-    for name in ("settings.ini", "index.qmd", "LOG.md"): shutil.copy(root / name, copy)
-    (copy / "_quarto.yml").write_text((root / "_quarto.yml").read_text().replace(".venv/bin", str(Path(sys.executable).parent)))
-    done = subprocess.run([Path(sys.executable).parent / "smalldocs", "render"], cwd=copy, capture_output=True, text=True)
+ROOT = Path(__file__).resolve().parents[1]
+SHOWN = """
+import numpy as np, pandas as pd, matplotlib.pyplot as plt
+from dendritic_lab.lab.record import begin
+from dendritic_lab.measure import plot_intervals
+recorder = begin("shown", system="dsn")
+recorder.dataset({"name": "sst2", "data": "sst2", "source": "embedded", "rows": {"test": 300}, "sha256": {}})
+""", """
+right = np.random.default_rng(0).random((3, 300)) < 0.8
+here = {"data": "sst2", "model": "DSN", "size": "0.49 M"}
+accuracy = recorder.accuracy("shown.accuracy", right, claims=["dsn.accuracy"], where=here, headline=True)
+other = recorder.accuracy("shown.other", right[:, :200], claims=["dsn.baseline_accuracy"], where=here)
+figure, axis = plt.subplots(figsize=(5, 3))
+plot_intervals(axis, range(2), [accuracy, other])
+recorder.figure(figure, "accuracy", "Accuracy with 95 % intervals over seeds and sentences.")
+""", """
+pd.DataFrame({"sentence": range(30), "right": right[0, :30]})
+""", """
+recorder.conclude(f"Coins are right in {accuracy:.1f} % of all sentences.", figure="accuracy", verdict="does not hold", limits="Coins.",
+                  table=pd.DataFrame({"arm": ["coin"], "accuracy, %": [f"{accuracy:.1f}"]}), compared_with="a better coin")
+"""
+
+
+def write_experiment(root: Path, name: str, *cells: str):
+    "An experiment's notebook and profiles."
+    told = [new_markdown_cell(f"# {name.capitalize()}\n\n> Does it show?"),
+            new_code_cell("seed: int = 0  # of the coins", metadata={"tags": ["parameters"]})]
+    notebook = new_notebook(cells=[*told, *map(new_code_cell, cells)],
+                            metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}})
+    nbformat.write(notebook, root / f"nbs/experiments/{name}.ipynb")
+
+
+def add_reference(root: Path, name: str) -> Path:
+    "Run an experiment and keep the run as its run of record."
+    command = [Path(sys.executable).parent / "dendritic-lab", "run", name, "--profile", "smoke"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return copy / "_site"
+    run, = (p for p in (root / "outputs" / name).glob("2*") if p.suffix == "")
+    return shutil.copytree(run, root / "outputs/reference" / name / run.name)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    "A copy of what the site is made of, with one experiment and its run of record more."
+    copy, unwanted = tmp_path_factory.mktemp("site"), shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__")
+    for name in ("nbs", "outputs/reference", "dendritic_lab", "kernels"):
+        if (ROOT / name).exists(): shutil.copytree(ROOT / name, copy / name, ignore=unwanted)
+    for name in ("settings.ini", "index.qmd", "LOG.md"): shutil.copy(ROOT / name, copy)
+    (copy / "_quarto.yml").write_text((ROOT / "_quarto.yml").read_text().replace(".venv/bin", str(Path(sys.executable).parent)))
+    write_experiment(copy, "shown", *SHOWN)
+    add_reference(copy, "shown")
+    return copy
+
+
+@pytest.fixture(scope="module")
+def site(checkout) -> Path:
+    "The site, built by smalldocs."
+    done = subprocess.run([Path(sys.executable).parent / "smalldocs", "render"], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return checkout / "_site"
 
 
 class Links(HTMLParser):
@@ -64,21 +119,73 @@ def test_every_notebook_and_the_claims_have_a_page(site, root):
     notebooks = [p.relative_to(root / "nbs") for p in (root / "nbs").rglob("*.ipynb") if not {"experiments", "tutorials", "explorers"} & set(p.parts) and p.name != "launcher.ipynb" and ".ipynb_checkpoints" not in p.parts]
     for path in notebooks: assert (site / "docs/library" / path.parent / (re.sub(r"^\d+_", "", path.stem) + ".html")).exists(), path
     for path in (root / "nbs/tutorials").glob("[!.]*.ipynb"): assert (site / "docs/tutorials" / (re.sub(r"^\d+_", "", path.stem) + ".html")).exists(), path
+    for path in plain_modules(root): assert (site / "docs/library" / path.parent.name / f"{path.stem}.html").exists(), path
     claims = (site / "docs/claims.html").read_text()
     assert "dsn.accuracy" in claims and "inconsistent" in claims
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_readme_shows_the_reference_figures(root, name):
-    file, table = TABLES[name]
-    assert between(name, (root / file).read_text(encoding="utf-8"))[1] == table(root), "run: make readme"
+@pytest.mark.parametrize("file", ["README.md", "kernels/README.md"])
+def test_readme_shows_what_the_runs_of_record_say(root, file):
+    text = (root / file).read_text(encoding="utf-8")
+    assert MARKED.search(text)
+    assert write_parts(text, root, "../" * file.count("/")) == text, "run: make readme"
 
 
-def test_reference_runs_are_complete_and_self_contained(root):
-    runs = [p.parent for p in (root / "outputs/reference").rglob("metrics.json")]
+def test_readme_is_short(root):
+    assert len(MARKED.sub("", (root / "README.md").read_text(encoding="utf-8")).split()) <= 800
+
+
+def test_an_experiment_is_added_in_one_place(checkout, tmp_path):
+    for name in ("settings.ini", "LOG.md"): shutil.copy(checkout / name, tmp_path)
+    (tmp_path / "nbs/experiments").mkdir(parents=True)
+    (tmp_path / "README.md").write_text("# Read me\n\n<!-- results: written by `make readme` -->\n\n<!-- /results -->\n")
+    write_experiment(tmp_path, "shown", *SHOWN)
+    stage(tmp_path)
+    assert update_readme(tmp_path) and f"*Shown*: {AGAIN}" in (tmp_path / "README.md").read_text()
+    assert AGAIN in (tmp_path / "docs/experiments.qmd").read_text()
+    run = add_reference(tmp_path, "shown")
+    stage(tmp_path)
+    assert update_readme(tmp_path) and not update_readme(tmp_path)
+    row = next(line for line in (tmp_path / "README.md").read_text().splitlines() if "[shown]" in line)
+    expected = ("Dsn", "Coins are right in", "**does not hold**", "shown accuracy 7", f"outputs/reference/shown/{run.name}/report.html")
+    assert [words for words in expected if words not in row] == []
+    page, claims = ((tmp_path / "docs" / name).read_text() for name in ("experiments.qmd", "claims.qmd"))
+    expected = ("{#shown}", "figures/shown.png", "Limits: Coins.", "a better coin", "| coin |", f"reports/shown-{run.name}.html")
+    assert [words for words in expected if words not in page] == []
+    assert claims.count(f"reports/shown-{run.name}.html") == 2 and (tmp_path / "docs/figures/shown.png").exists()
+
+
+def test_a_report_begins_with_its_verdict_and_folds_long_tables(checkout):
+    report = next((checkout / "outputs/reference/shown").glob("*/report.html")).read_text()
+    order = ["Does it show?", "Coins are right", "Verdict: does not hold.", "<img ", "Coins.", "Table of 30 rows", "Claims that this run speaks to"]
+    places = [report.index(words) for words in order]
+    assert places == sorted(places)
+
+
+def said_by_experiments(root: Path) -> set[str]:
+    "Names of the experiments and of the figures that they record."
+    names = {p.stem for p in (root / "nbs/experiments").glob("*.ipynb")}
+    for path in (root / "nbs/experiments").glob("*.ipynb"):
+        code = "".join(line for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code" for line in [*c["source"], "\n"])
+        names |= set(re.findall(r"""recorder\.(?:metric|accuracy|items|ratio)\(\s*"([a-z0-9_.]+)\"""", code))
+    for path in (root / "outputs/reference").rglob("metrics.json"): names |= {m["name"] for m in json.loads(path.read_text())["metrics"]}
+    return names
+
+
+def test_no_module_of_the_lab_knows_an_experiment(root):
+    modules = [p for folder in ("lab", "fleet", "cli") for p in (root / "dendritic_lab" / folder).rglob("*.py")]
+    names = said_by_experiments(root)
+    assert len(names) > 20
+    known = re.compile(r"(?<![\w./])(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + r")(?![\w.]*\w)")
+    assert {(p.name, found) for p in modules for found in known.findall(p.read_text(encoding="utf-8"))} == set()
+
+
+def test_reference_runs_are_complete_and_self_contained(checkout):
+    runs = [p.parent for p in (checkout / "outputs/reference").rglob("metrics.json")]
     assert runs
     for run in runs:
-        assert {p.name for p in run.iterdir()} >= {"metrics.json", "params.yaml", "environment.json", "report.html", "report.ipynb", "status"}
+        assert {p.name for p in run.iterdir()} >= {
+            "metrics.json", "summary.json", "params.yaml", "environment.json", "report.html", "report.ipynb", "status"}
         assert not external_loads((run / "report.html").read_text(encoding="utf-8"))
         assert (run / "report.html").stat().st_size < 3_000_000
 
@@ -133,7 +240,7 @@ def test_pages_have_no_serious_accessibility_violation(serve, site, browser, mod
     page, _ = browser
     page.emulate_media(color_scheme=mode)
     report = min(str(p.relative_to(site)) for p in site.glob("docs/reports/*.html"))
-    for path in ["index.html", "docs/start.html", "docs/concepts.html", "docs/claims.html", "docs/experiments.html", "docs/kernels.html", "docs/tutorials/dsn.html", "docs/library/layers/perforation.html", report]:
+    for path in ["index.html", "docs/start.html", "docs/concepts.html", "docs/claims.html", "docs/experiments.html", "docs/kernels.html", "docs/tutorials/dsn.html", "docs/library/layers/perforation.html", "docs/library/dendritic_kernels/attention.html", report]:
         page.goto(f"{serve}/{path}")
         page.evaluate(axe)
         found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
@@ -146,7 +253,7 @@ def test_navigation_search_and_sorting_work(serve, browser):
     page, wrong = browser
     page.set_viewport_size({"width": 1200, "height": 900})
     page.goto(f"{serve}/index.html")
-    assert page.locator("figure.system").count() == 5 and page.locator(".claim .mark").count() > 5
+    assert page.locator(".finding").count() == 5 and page.locator(".finding img").count() >= 1
     page.get_by_role("link", name="Claims").first.click()
     page.wait_for_url("**/docs/claims.html")
     column = lambda: page.locator("main table").first.locator("tbody tr td:nth-child(3)").all_inner_texts()
@@ -154,6 +261,10 @@ def test_navigation_search_and_sorting_work(serve, browser):
     assert column() == sorted(column()) and len(set(column())) > 1
     page.get_by_role("button", name="status").click()
     assert column() == sorted(column(), reverse=True)
+    page.get_by_label("status").select_option("inconsistent")
+    shown = page.locator("table.claims tbody tr:not(.more):visible")
+    assert {row.get_attribute("data-status") for row in shown.all()} == {"inconsistent"}
+    assert page.locator(".filter output").inner_text() == f"{shown.count()} claims"
     page.locator(".smalldocs-search input").first.fill("DendriticLinear")
     page.locator(".search-result").first.click()
     page.wait_for_url("**/dendritic_linear.html*")
