@@ -7,7 +7,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dendritic_lab.lab.cli import app
+from conftest import metrics_json
+from dendritic_lab.cli import app
 
 PARAMETERS = """seed: int = 0  # of what is random; 0..1000
 lr: float = 0.1  # learning rate; 0..1
@@ -22,10 +23,9 @@ def folder(make_checkout, monkeypatch) -> Path:
     "A checkout with the experiment `tiny`, which would create a file if it ran, and some folders that look like runs."
     made = make_checkout("import pathlib\npathlib.Path('ran').touch()", parameters=PARAMETERS, profiles="quick: {lr: 0.2}\n")
     monkeypatch.chdir(made)
-    metric = {"name": "a", "value": 1, "unit": "%", "values": [1], "seeds": [], "interval": None, "confidence": None, "claims": [], "setting": ""}
     good = {"params.yaml": yaml.safe_dump({"experiment": "tiny", "profile": "quick", "parameters": {"seed": 0}}), "environment.json": json.dumps({"hardware": {"threads": 1}}),
-            "metrics.json": json.dumps({"schema": 1, "experiment": "tiny", "metrics": [metric], "data": []}), "status": "complete\n"}
-    changes = {"good": {}, "same": {}, "failed.failed": {}, "empty": dict.fromkeys(good), "no_metrics": {"metrics.json": None}, "cut_metrics": {"metrics.json": '{"schema": 1'}, "nan_metrics": {"metrics.json": '{"schema": NaN}'},
+            "metrics.json": json.dumps(metrics_json("a", 1)), "status": "complete\n"}
+    changes = {"good": {}, "same": {}, "failed.failed": {}, "empty": dict.fromkeys(good), "no_metrics": {"metrics.json": None}, "cut_metrics": {"metrics.json": '{"schema": 2'}, "nan_metrics": {"metrics.json": '{"schema": NaN}'},
                "cut_params": {"params.yaml": "{a: [1"}, "list_params": {"params.yaml": "[1, 2]"}, "code_params": {"params.yaml": "!!python/object/apply:os.system [touch ran]"}, "binary_params": {"params.yaml": b"\xff\xfe\x00"},
                "cut_environment": {"environment.json": "{"}, "list_environment": {"environment.json": "[]"}, "other": {"params.yaml": yaml.safe_dump({"experiment": "gone", "profile": "quick", "parameters": {}})},
                "beyond": {"params.yaml": yaml.safe_dump({"experiment": "../tiny", "profile": "quick", "parameters": {}})}, "old": {"params.yaml": yaml.safe_dump({"experiment": "tiny", "profile": "quick", "parameters": {"gone": 1}})}}
@@ -129,9 +129,12 @@ COMMANDS = {
     "sweep: no workers": (["sweep", "sweep.yaml", "--workers", "0"], "expected 1 to 1024"),
     "sweep: unknown tracker": (["sweep", "sweep.yaml", "--tracker", "pen"], "unknown tracker"),
     "sweep: an unwritable folder": (["sweep", "sweep.yaml", "--out", "file"], "cannot write to"),
-    "list: an argument": (["list", "tiny"], "unexpected extra argument"),
+    "list: unknown experiment": (["list", "tinny"], "did you mean 'tiny'"),
+    "list: two arguments": (["list", "tiny", "tiny"], "unexpected extra argument"),
     "doctor: an option": (["doctor", "--fix"], "No such option"),
     "claims: an option": (["claims", "--yaml"], "No such option"),
+    "claims: unknown system": (["claims", "--system", "dsm"], "--system: expected one of"),
+    "claims: unknown status": (["claims", "--status", "true"], "--status: expected one of"),
     "data: no such command": (["data", "steal"], "No such command"),
     "data status: an argument": (["data", "status", "glue"], "unexpected extra argument"),
 }

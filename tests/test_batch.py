@@ -13,17 +13,18 @@ import psutil
 import pytest
 import yaml
 
-from conftest import COMMAND
-from dendritic_lab.lab.batch import Resources, plan, read_yaml
-from dendritic_lab.lab.driver import Driver, Journal, open_batch
-from dendritic_lab.lab.engines import LocalEngine, find_finished, hold, index_runs, unpack, work_anywhere
+from conftest import COMMAND, record_by_hand
+from dendritic_lab.fleet.account import Journal
+from dendritic_lab.fleet.checked_yaml import read_yaml
+from dendritic_lab.fleet.cluster import unpack, work_anywhere
+from dendritic_lab.fleet.driver import Driver, open_batch
+from dendritic_lab.fleet.engine import Resources
+from dendritic_lab.fleet.local import LocalEngine
+from dendritic_lab.fleet.plan import read_plan
+from dendritic_lab.fleet.recovery import FinishedRuns, run_lock
 from dendritic_lab.lab.experiments import UsageError
 
-# Writes metrics.json by hand: a kernel without torch is ready in a fraction of the time.
-RECORD = """import json, os, pathlib
-folder = pathlib.Path(os.environ['DENDRITIC_LAB_RUN'])
-metric = {'name': 'tiny.seed', 'value': seed, 'unit': 'count', 'values': [seed], 'seeds': [], 'interval': None, 'confidence': None, 'claims': [], 'setting': ''}
-_ = (folder / 'metrics.json').write_text(json.dumps({'schema': 1, 'experiment': 'tiny', 'metrics': [metric], 'data': []}))"""
+RECORD = record_by_hand("tiny.seed", "seed")
 PARAMETERS = 'seed: int = 0  # of what is random; 0..1000\ndata: str = "embedded"  # where data come from; embedded|local'
 SLOW = "import pathlib, time\npathlib.Path('here').touch()\ntime.sleep(600)"
 
@@ -98,7 +99,7 @@ def test_a_failure_stops_no_other_run_and_is_kept(checkout, lab):
 
     refused = lab(made, "batch", "many.yaml")
     assert refused.returncode == 2 and "--resume runs what is missing" in refused.stderr
-    (runs(made)[0] / "metrics.json").write_text('{"schema": 1, "metr')   # cut off
+    (runs(made)[0] / "metrics.json").write_text('{"schema": 2, "metr')   # cut off
     (runs(made)[1] / "params.yaml").write_text("parameters: {seed: 5}\n")   # not what was run
     again = lab(made, "batch", "many.yaml", "--resume", "--workers", "1")
     assert again.stdout.count("  damaged  ") == 2 and "metrics.json is damaged" in again.stdout and "params.yaml does not hold" in again.stdout
@@ -190,7 +191,7 @@ def test_two_batches_on_one_folder_share_the_work(checkout, start, lab):
 
 def test_a_clock_that_jumps_changes_no_duration(checkout, tmp_path):
     made = checkout()
-    code = "import itertools, time, dendritic_lab.lab.driver as d; n = itertools.cycle([1e9, 2e9, 0.0]); time.time = lambda: next(n); from dendritic_lab.lab.cli import main; main()"
+    code = "import itertools, time, dendritic_lab.fleet.driver; n = itertools.cycle([1e9, 2e9, 0.0]); time.time = lambda: next(n); from dendritic_lab.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "batch", "many.yaml", "--workers", "1"], cwd=made, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "2 done" in done.stdout and not any(f" {unit}" in done.stdout for unit in ("h ", "-1 s")), done.stdout + done.stderr
 
@@ -205,7 +206,7 @@ for line in sys.stdin:
     (folder / "identity.json").write_text(json.dumps({k: r[k] for k in ("identity", "batch", "attempt")}))
     say = lambda event, **rest: print(json.dumps({"key": r["key"], "event": event, **rest}), flush=True)
     say("started", folder=str(folder))
-    run, luck = Run(None, "", {}, folder), random.Random(f"{seed} {r['attempt']}").random()
+    run, luck = Run(folder), random.Random(f"{seed} {r['attempt']}").random()
     if luck < 0.05: os.kill(os.getpid(), 9)
     elif luck < 0.10: say("failed", reason="no luck", folder=str(run.fail()), cell=1)
     else: say("done", folder=str(run.complete()))
@@ -214,7 +215,7 @@ for line in sys.stdin:
 
 def test_200_runs_with_failures_lose_and_repeat_nothing(checkout, tmp_path):
     made = checkout(file="experiments: tiny\nprofiles: smoke\nseeds: 200\n")
-    planned, out, told = plan(made / "many.yaml", made), tmp_path / "out", []
+    planned, out, told = read_plan(made / "many.yaml", made), tmp_path / "out", []
     folder, lock = open_batch(planned, out, resume=False)
     with lock, LocalEngine(4, folder / "workers.log", (sys.executable, "-c", STAND_IN), gpus=[]) as engine:
         driver = Driver(planned, engine, out, 5, Journal(folder / "events.jsonl"), lambda account, event, rest: told.append((account.run.identity, event)))
@@ -234,13 +235,13 @@ def test_200_runs_with_failures_lose_and_repeat_nothing(checkout, tmp_path):
 
 
 def test_a_lock_goes_with_the_process_that_held_it(tmp_path):
-    code = f"import time; from dendritic_lab.lab.engines import hold\nwith hold({str(tmp_path)!r}, 'a' * 64) as free: print(free, flush=True); time.sleep(600)"
+    code = f"import time; from dendritic_lab.fleet.recovery import run_lock\nwith run_lock({str(tmp_path)!r}, 'a' * 64) as free: print(free, flush=True); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "True\n"
-    with hold(tmp_path, "a" * 64) as free, hold(tmp_path, "b" * 64) as other: assert (free, other) == (False, True)
+    with run_lock(tmp_path, "a" * 64) as free, run_lock(tmp_path, "b" * 64) as other: assert (free, other) == (False, True)
     process.kill()
     process.communicate()
-    with hold(tmp_path, "a" * 64) as free: assert free
+    with run_lock(tmp_path, "a" * 64) as free: assert free
 
 
 def test_gpus_are_divided(tmp_path):
@@ -255,19 +256,20 @@ def test_gpus_are_divided(tmp_path):
 
 
 def request_for(made: Path, out: Path) -> dict:
-    run = plan(made / "many.yaml", made).runs[0]
-    return {"key": run.identity, "notebook": str(run.experiment.notebook), "relative": "nbs/experiments/tiny.ipynb", "profile": run.profile, "parameters": run.parameters,
-            "out": str(out), "identity": run.identity, "batch": "many", "attempt": 1, "cpus": 1}
+    run = read_plan(made / "many.yaml", made).runs[0]
+    return {"key": run.identity, "notebook": str(run.experiment.notebook), "profile": run.profile,
+            "parameters": run.parameters, "out": str(out), "identity": run.identity, "batch": "many", "attempt": 1}
 
 
 def test_a_run_comes_back_from_a_machine_without_the_folder(checkout, tmp_path):
     made = checkout()
     request = request_for(made, tmp_path / "out")
-    last = work_anywhere(request, "token", str(tmp_path / "not there"))
+    last = work_anywhere(request, "nbs/experiments/tiny.ipynb", 1, "token", str(tmp_path / "not there"))
     assert last["event"] == "done" and not (tmp_path / "out").exists(), last
     here = unpack(last, tmp_path / "out")
-    run = plan(made / "many.yaml", made).runs[0]
-    assert find_finished(index_runs(tmp_path / "out", "tiny"), run.identity, run.parameters) == Path(here["folder"]) and [p.name for p in (tmp_path / "out/tiny").iterdir()] == [Path(here["folder"]).name]
+    run = read_plan(made / "many.yaml", made).runs[0]
+    found = FinishedRuns(tmp_path / "out").find("tiny", run.identity, run.parameters)
+    assert found == Path(here["folder"]) and [p.name for p in (tmp_path / "out/tiny").iterdir()] == [Path(here["folder"]).name]
 
 
 def test_ray_gives_the_same_runs(checkout, lab):
@@ -283,7 +285,7 @@ HOSTILE = ["'; import os; os._exit(3) #\n\"\"\"\n__import__('os')._exit(3)\n{0}\
 
 
 def test_parameters_reach_the_notebook_as_data_and_the_report_as_text(make_checkout, lab):
-    made = make_checkout("import pandas as pd\ndisplay(pd.DataFrame({'text': [text]}))\nlen(text)", RECORD.replace("'value': seed, 'unit': 'count', 'values': [seed]", "'value': len(text), 'unit': 'count', 'values': [len(text)]"),
+    made = make_checkout("import pandas as pd\ndisplay(pd.DataFrame({'text': [text]}))\nlen(text)", record_by_hand("tiny.length", "len(text)"),
                          parameters='text: str = "a"  # any', profiles="quick: {}\n")
     (made / "many.yaml").write_text(yaml.safe_dump({"experiments": "tiny", "grid": {"text": HOSTILE}}))
     done = lab(made, "batch", "many.yaml", "--workers", "1")
@@ -318,5 +320,5 @@ def test_a_yaml_bomb_is_refused_at_once(tmp_path):
 
 
 def test_the_slurm_recipe_is_valid_shell(root):
-    recipe = root / "slurm/ray_batch.sh"
+    recipe = root / "dendritic_lab/fleet/slurm/ray_batch.sh"
     assert os.access(recipe, os.X_OK) and subprocess.run(["bash", "-n", recipe], capture_output=True).returncode == 0

@@ -12,14 +12,16 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from conftest import COMMAND
-from dendritic_lab.lab.cli import app
-from dendritic_lab.lab.sweep import open_study, read_sweep
+from conftest import COMMAND, record_by_hand
+from dendritic_lab.cli import app
+from dendritic_lab.fleet.engine import Resources
+from dendritic_lab.fleet.plan import PlannedRun
+from dendritic_lab.fleet.study import open_study
+from dendritic_lab.fleet.sweep import read_sweep
+from dendritic_lab.fleet.trackers import find_tracker, track
+from dendritic_lab.lab.experiments import Experiment
 
-RECORD = """import json, os, pathlib
-folder = pathlib.Path(os.environ['DENDRITIC_LAB_RUN'])
-metric = {'name': 'tiny.score', 'value': x * x, 'unit': 'count', 'values': [x * x], 'seeds': [], 'interval': None, 'confidence': None, 'claims': [], 'setting': ''}
-_ = (folder / 'metrics.json').write_text(json.dumps({'schema': 1, 'experiment': 'tiny', 'metrics': [metric], 'data': []}))"""
+RECORD = record_by_hand("tiny.score", "x * x")
 REPORT = """import json, os, time
 def say(epoch):
     with open(os.environ['DENDRITIC_LAB_PROGRESS'], 'a') as f: f.write(json.dumps({'time': time.time(), 'task': 'training', 'done': epoch, 'total': 2, 'epoch': epoch, 'score': x}) + chr(10))
@@ -48,7 +50,7 @@ def test_a_sweep_is_killed_goes_on_and_ends_what_is_hopeless(make_checkout, lab)
     (made / "rates.yaml").write_text(FILE.replace("after: 2", "after: 1"))
     done = lab(made, "sweep", "rates.yaml", timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "its process is gone" in done.stdout and "pruned after step 1" in done.stdout and "9 " in done.stdout
+    assert "its process has ended" in done.stdout and "pruned after step 1" in done.stdout and "9 " in done.stdout
     assert states(made) == {3.0: "COMPLETE", 2.0: "FAIL", 0.0: "PRUNED"}
     report, = made.glob("outputs/sweeps/rates/reports/*/report.html")
     assert report.read_text().count("data:image/png") == 1 and "Too few complete trials" in report.read_text()
@@ -96,7 +98,7 @@ def test_runs_are_compared_verified_and_cleaned(finished, lab):
     (made / "elsewhere").mkdir()
     (made / "outputs/link").symlink_to(made / "elsewhere")
     listed = lab(made, "clean")
-    assert listed.returncode == 0 and "2 runs can go" in listed.stdout and f"superseded by {runs[0].name}" in listed.stdout and len(list((made / "outputs/tiny").iterdir())) == 4, listed.stdout
+    assert listed.returncode == 0 and "2 runs can be removed" in listed.stdout and f"superseded by {runs[0].name}" in listed.stdout and len(list((made / "outputs/tiny").iterdir())) == 4, listed.stdout
     assert lab(made, "clean", "--yes").returncode == 0
     assert sorted((made / "outputs/tiny").iterdir()) == runs and reference.exists() and (made / "elsewhere").exists()
 
@@ -116,16 +118,14 @@ fit(model, torch.utils.data.DataLoader(rows, 4), loss=lambda m, b: m(b["x"]).squ
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"DENDRITIC_LAB_PROGRESS": str(folder / "progress.jsonl")}, check=True)
     shown = CliRunner().invoke(app, ["watch", "--out", "."]).output
     row = shown.splitlines()[1].split("\t")
-    assert row[:5] == ["tiny", "20260101-000000-abcdef", "dense", "100 %", "3"] and row[7] == "0.25" and len(row[6]) >= 3, shown
+    assert row[:5] == ["tiny", "20260101-000000-abcdef", "dense", "100 %", "3"] and row[7] == "0.250" and len(row[6]) >= 3, shown
 
 
 def test_trackers_get_parameters_and_figures(finished, tmp_path, monkeypatch):
     made, runs = finished
     (tmp_path / "trackio.py").write_text("import json, sys\nsent = []\ndef init(**about): sent.append(about)\ndef log(figures): sent.append(figures)\ndef finish(): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    from dendritic_lab.lab.batch import PlannedRun, Resources
-    from dendritic_lab.lab.driver import Account, find_tracker, track
-    from dendritic_lab.lab.experiments import Experiment
     tracker = find_tracker("trackio")
-    track(tracker, "many", Account(PlannedRun(Experiment(made / "nbs/experiments/tiny.ipynb"), "smoke", {"x": 1.0}, {}, Resources(), ""), folder=runs[0]))
+    run = PlannedRun(Experiment(made / "nbs/experiments/tiny.ipynb"), "smoke", {"x": 1.0}, {}, Resources(), "")
+    track(tracker, "many", run, runs[0])
     assert tracker.sent == [{"project": "dendritic_lab", "group": "many", "name": runs[0].name, "config": {"experiment": "tiny", "profile": "smoke", "x": 1.0}}, {"tiny.score": 1.0}]

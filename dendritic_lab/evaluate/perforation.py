@@ -8,7 +8,7 @@ __all__ = ['decisions_of', 'measure_sparsity', 'droppable_masks', 'mask_agreemen
 # %% ../../nbs/evaluate/04_perforation.ipynb #cdd4a60e
 from ..layers.blocks import block_pairs, droppable_blocks
 from ..layers.perforation import HeadBudgetAllocator
-from ..measure.evaluating import evaluating
+from ..measure.modes import evaluating
 from ..models.perforated_bert import PerforatedBertPreTrainedModel
 
 # %% ../../nbs/evaluate/04_perforation.ipynb #2f910bc3

@@ -41,7 +41,7 @@ def experiments_page(root: Path) -> str:
         above = r.system
     return "\n\n".join(parts)
 
-# %% ../../nbs/lab/20_publish.ipynb #fa91027b
+# %% ../../nbs/lab/20_publish.ipynb #2ea4f6b7
 def stage_runs(root: Path, docs: Path):
     "Write the reports of all runs of record, and the main figure of each experiment."
     for folder in ("reports", "figures"): (docs / folder).mkdir(exist_ok=True)
@@ -69,7 +69,7 @@ def table_of(root: Path, name: str) -> str:
     limits = result.summary["limits"] or ""
     return f"{own_table(result)}\n\n{limits} {result.measured}. Run `{result.run.relative_to(root)}`.".strip()
 
-# %% ../../nbs/lab/20_publish.ipynb #23fa0f66
+# %% ../../nbs/lab/20_publish.ipynb #a3566ddf
 def main_picture(root: Path) -> str:
     "The first figure of the results as Markdown for README; empty where none has one."
     result = next((r for r in results(root) if r.figure), None)
@@ -93,7 +93,7 @@ def fill(text: str, root: Path) -> str:
     "A page with its parts put in and its formulas drawn."
     return re.sub(r"<!-- part: ([\w ]+) -->", lambda found: part(found[1], root), render_math(text))
 
-# %% ../../nbs/lab/20_publish.ipynb #dcad1688
+# %% ../../nbs/lab/20_publish.ipynb #b000e422
 def stage(root: Path | None = None) -> Path:
     "Fill `docs/` anew and return it."
     root = root or project_root()

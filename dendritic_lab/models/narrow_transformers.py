@@ -12,15 +12,17 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig, BertForMaskedLM,
-    BertForSequenceClassification, BertModel, GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, GPTNeoXModel)
+    AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification,
+    BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel,
+    GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, GPTNeoXModel)
 
 # %% ../../nbs/models/08_narrow_transformers.ipynb #4093c9c7
 def _check_widths(config):
     for name, most in (("kept_heads", config.num_attention_heads), ("kept_intermediate", config.intermediate_size)):
-        widths = getattr(config, name)
+        widths, layers = getattr(config, name), config.num_hidden_layers
         if widths is None: continue
-        if len(widths) != config.num_hidden_layers or not all(0 <= n <= most for n in widths): raise ValueError(f"{name} must be {config.num_hidden_layers} numbers from 0 to {most}, one for each layer, got {widths}")
+        if len(widths) != layers or not all(0 <= n <= most for n in widths):
+            raise ValueError(f"{name} must be {layers} numbers from 0 to {most}, one for each layer, got {widths}")
 
 
 @strict
@@ -62,8 +64,10 @@ class Constant(nn.Module):
         return zeros if self.bias is None else zeros + self.bias
 
 
-def _linear_pair(inner: int, outer: int, hidden: int, bias: bool = True) -> tuple[nn.Module, nn.Module]:  # hidden -> outer rows, inner columns -> hidden
-    return (nn.Linear(hidden, outer, bias), nn.Linear(inner, hidden, bias)) if inner else (Nothing(), Constant(hidden, bias))
+def _linear_pair(inner: int, outer: int, hidden: int, bias: bool = True) -> tuple[nn.Module, nn.Module]:
+    "From hidden to `outer` rows, and from `inner` columns to hidden."
+    if not inner: return Nothing(), Constant(hidden, bias)
+    return nn.Linear(hidden, outer, bias), nn.Linear(inner, hidden, bias)
 
 # %% ../../nbs/models/08_narrow_transformers.ipynb #29fa7723
 class HeadlessSelfAttention(nn.Module):
@@ -81,12 +85,12 @@ class _NarrowBert:
         hidden, head_size = config.hidden_size, config.hidden_size // config.num_attention_heads
         for i, layer in enumerate(self.base_model.encoder.layer):
             if config.kept_heads is not None and (heads := config.kept_heads[i]) < config.num_attention_heads:
-                inner = heads * head_size
-                _, layer.attention.output.dense = _linear_pair(inner, inner, hidden)
+                inner, attention = heads * head_size, layer.attention
+                _, attention.output.dense = _linear_pair(inner, inner, hidden)
                 if heads:
-                    for name in ("query", "key", "value"): setattr(layer.attention.self, name, nn.Linear(hidden, inner))
-                    layer.attention.self.num_attention_heads, layer.attention.self.all_head_size = heads, inner
-                else: layer.attention.self = HeadlessSelfAttention()
+                    for name in ("query", "key", "value"): setattr(attention.self, name, nn.Linear(hidden, inner))
+                    attention.self.num_attention_heads, attention.self.all_head_size = heads, inner
+                else: attention.self = HeadlessSelfAttention()
             if config.kept_intermediate is not None and (width := config.kept_intermediate[i]) < config.intermediate_size:
                 layer.intermediate.dense, layer.output.dense = _linear_pair(width, width, hidden)
         self.post_init()
@@ -94,7 +98,8 @@ class _NarrowBert:
 
 class NarrowBertModel(_NarrowBert, BertModel): "A `BertModel` with widths for each layer."
 class NarrowBertForMaskedLM(_NarrowBert, BertForMaskedLM): "A `BertForMaskedLM` with widths for each layer."
-class NarrowBertForSequenceClassification(_NarrowBert, BertForSequenceClassification): "A `BertForSequenceClassification` with widths for each layer."
+class NarrowBertForSequenceClassification(_NarrowBert, BertForSequenceClassification):
+    "A `BertForSequenceClassification` with widths for each layer."
 
 
 AutoConfig.register("narrow_bert", NarrowBertConfig, exist_ok=True)
@@ -112,7 +117,8 @@ class HeadlessAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args, layer_past=None, **kwargs) -> tuple[Tensor, None]:
         if layer_past is not None:
-            seen = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)  # (batch, heads, time, head_dim)
+            batch, time, _ = hidden_states.shape
+            seen = hidden_states.new_zeros(batch, 1, time, 1)  # (batch, heads, time, head_dim)
             layer_past.update(seen, seen, self.layer_idx)
         return self.dense(hidden_states[..., :0]), None
 
@@ -126,7 +132,9 @@ class _NarrowGPTNeoX:
         hidden, head_size = config.hidden_size, config.hidden_size // config.num_attention_heads
         for i, layer in enumerate(self.base_model.layers):
             if config.kept_heads is not None and (heads := config.kept_heads[i]) < config.num_attention_heads:
-                if heads: layer.attention.query_key_value, layer.attention.dense = _linear_pair(heads * head_size, 3 * heads * head_size, hidden, config.attention_bias)
+                inner = heads * head_size
+                pair = _linear_pair(inner, 3 * inner, hidden, config.attention_bias)
+                if heads: layer.attention.query_key_value, layer.attention.dense = pair
                 else: layer.attention = HeadlessAttention(config, i)
             if config.kept_intermediate is not None and (width := config.kept_intermediate[i]) < config.intermediate_size:
                 layer.mlp.dense_h_to_4h, layer.mlp.dense_4h_to_h = _linear_pair(width, width, hidden)
@@ -135,7 +143,8 @@ class _NarrowGPTNeoX:
 
 class NarrowGPTNeoXModel(_NarrowGPTNeoX, GPTNeoXModel): "A `GPTNeoXModel` with widths for each layer."
 class NarrowGPTNeoXForCausalLM(_NarrowGPTNeoX, GPTNeoXForCausalLM): "A `GPTNeoXForCausalLM` with widths for each layer."
-class NarrowGPTNeoXForSequenceClassification(_NarrowGPTNeoX, GPTNeoXForSequenceClassification): "A `GPTNeoXForSequenceClassification` with widths for each layer."
+class NarrowGPTNeoXForSequenceClassification(_NarrowGPTNeoX, GPTNeoXForSequenceClassification):
+    "A `GPTNeoXForSequenceClassification` with widths for each layer."
 
 
 AutoConfig.register("narrow_gpt_neox", NarrowGPTNeoXConfig, exist_ok=True)

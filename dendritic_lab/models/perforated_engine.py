@@ -6,7 +6,7 @@
 __all__ = ['pack_rows', 'packed_states', 'PerforatedEngine']
 
 # %% ../../nbs/models/03_perforated_engine.ipynb #85021ce3
-from ..measure.evaluating import evaluating
+from ..measure.modes import evaluating
 from .perforated_bert import PerforatedBertForSequenceClassification, PerforatedBertModel
 
 # %% ../../nbs/models/03_perforated_engine.ipynb #cc890893

@@ -6,7 +6,7 @@
 __all__ = ['decisions_about', 'depth', 'shaded', 'kept_figure', 'explore']
 
 # %% ../../nbs/models/04_perforated_view.ipynb #1b5dc1be
-from ..measure.evaluating import evaluating
+from ..measure.modes import evaluating
 from .perforated_bert import PerforatedBertPreTrainedModel
 from .perforated_layer import LayerDecision
 
