@@ -6,7 +6,7 @@
 __all__ = ['AGAIN', 'systems', 'system_of', 'Result', 'newest_summary', 'results', 'system_title', 'results_table', 'own_table',
            'picture', 'folded', 'section', 'claims_answered', 'main_result', 'card', 'cards']
 
-# %% ../../nbs/lab/11_results.ipynb #28d2a291
+# %% ../../nbs/lab/11_results.ipynb #66508db7
 import json
 import re
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ from .claims import reference_runs
 from .experiments import Experiment, find_experiments
 from .reference import code_of, notebooks, table_cell, title_and_line
 
-# %% ../../nbs/lab/11_results.ipynb #e3ed8b4e
+# %% ../../nbs/lab/11_results.ipynb #cd2d5b05
 def systems(root: Path) -> dict[str, str]:
     "Title of each system that has a tutorial, by its id."
     titles = {re.sub(r"^\d+_", "", p.stem): title_and_line(p)[0] for p in notebooks(root, "tutorials")}
     return {system: re.split("[:,]", title)[0] for system, title in titles.items()}
 
-# %% ../../nbs/lab/11_results.ipynb #67c387cb
+# %% ../../nbs/lab/11_results.ipynb #a4281d67
 def system_of(notebook: Path) -> str:
     "The system that an experiment's notebook gives to `begin`; its own name where it gives none."
     found = re.search(r"\bbegin\(\s*[\"']\w+[\"'],\s*(?:system\s*=\s*)?[\"'](\w+)", code_of(notebook))
     return found[1] if found else notebook.stem
 
-# %% ../../nbs/lab/11_results.ipynb #175d61d2
+# %% ../../nbs/lab/11_results.ipynb #b9bc6ac9
 @dataclass(frozen=True)
 class Result:
     "What an experiment found in its newest run of record."
@@ -57,11 +57,11 @@ class Result:
     def measured(self) -> str:
         "On what data and which machine, and in how many minutes."
         environment = json.loads((self.run / "environment.json").read_text(encoding="utf-8"))
-        data = ", ".join(f"{d['data']} ({d['source']})" for d in environment["data"])
+        data = ", ".join(f"{d.get('data', d['name'])} ({d['source']})" for d in environment["data"])
         hardware, minutes = environment["hardware"], environment["seconds"] / 60
         return "; ".join(filter(None, [data, ", ".join(hardware["gpus"]) or hardware["cpu"], f"{minutes:.0f} minutes"]))
 
-# %% ../../nbs/lab/11_results.ipynb #8cda9ee6
+# %% ../../nbs/lab/11_results.ipynb #a8014ecb
 def newest_summary(root: Path, name: str) -> tuple[Path, dict] | tuple[None, None]:
     "Folder and summary of an experiment's newest run of record; nothing where no run has a summary."
     runs = [r for r in reference_runs(root) if r.parent.name == name and (r / "summary.json").exists()]
@@ -84,7 +84,7 @@ def system_title(system: str, titles: dict[str, str]) -> str:  # titles: what `s
     "A system's title; its id in words where it has no tutorial."
     return titles.get(system, system.replace("_", " ").capitalize())
 
-# %% ../../nbs/lab/11_results.ipynb #5ac39613
+# %% ../../nbs/lab/11_results.ipynb #b9653d46
 AGAIN = "being measured again"
 
 
@@ -100,7 +100,7 @@ def results_table(root: Path, report) -> str:  # report(result): the address of 
         above = r.system
     return "\n".join(rows)
 
-# %% ../../nbs/lab/11_results.ipynb #b7e2d647
+# %% ../../nbs/lab/11_results.ipynb #cbcc9c00
 def own_table(result: Result) -> str:
     "A result's own table as Markdown; empty where it has none."
     table = result.summary and result.summary["table"]
@@ -108,7 +108,7 @@ def own_table(result: Result) -> str:
     row = lambda cells: "| " + " | ".join(table_cell(str(c)) for c in cells) + " |"
     return "\n".join([row(table["columns"]), "|" + "---|" * len(table["columns"]), *map(row, table["rows"])])
 
-# %% ../../nbs/lab/11_results.ipynb #4fdef751
+# %% ../../nbs/lab/11_results.ipynb #46d13aca
 def picture(result: Result, figures: str) -> str:  # figures: where the page finds them
     "A result's main figure as Markdown; empty where it has none."
     if not result.figure: return ""
@@ -133,7 +133,7 @@ def section(result: Result) -> str:
     else: parts.append(f"This is {AGAIN}: no run of record stands behind a figure yet.")
     return "\n\n".join(filter(None, parts))
 
-# %% ../../nbs/lab/11_results.ipynb #cdac3504
+# %% ../../nbs/lab/11_results.ipynb #be1fdf4b
 def claims_answered(run: Path) -> int:
     "To how many claims a run's figures speak."
     metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8")).get("metrics", [])
