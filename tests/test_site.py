@@ -19,6 +19,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from dendritic_lab.lab.publish import MARKED, stage, update_readme, write_parts
+from dendritic_lab.lab.reference import plain_modules
 from dendritic_lab.lab.report import external_loads
 from dendritic_lab.lab.results import AGAIN
 
@@ -70,7 +71,7 @@ def add_reference(root: Path, name: str) -> Path:
 def checkout(tmp_path_factory) -> Path:
     "A copy of what the site is made of, with one experiment and its run of record more."
     copy, unwanted = tmp_path_factory.mktemp("site"), shutil.ignore_patterns(".ipynb_checkpoints", "__pycache__")
-    for name in ("nbs", "outputs/reference", "dendritic_lab"):
+    for name in ("nbs", "outputs/reference", "dendritic_lab", "kernels"):
         if (ROOT / name).exists(): shutil.copytree(ROOT / name, copy / name, ignore=unwanted)
     for name in ("settings.ini", "index.qmd", "LOG.md"): shutil.copy(ROOT / name, copy)
     (copy / "_quarto.yml").write_text((ROOT / "_quarto.yml").read_text().replace(".venv/bin", str(Path(sys.executable).parent)))
@@ -118,6 +119,7 @@ def test_every_notebook_and_the_claims_have_a_page(site, root):
     notebooks = [p.relative_to(root / "nbs") for p in (root / "nbs").rglob("*.ipynb") if not {"experiments", "tutorials", "explorers"} & set(p.parts) and p.name != "launcher.ipynb" and ".ipynb_checkpoints" not in p.parts]
     for path in notebooks: assert (site / "docs/library" / path.parent / (re.sub(r"^\d+_", "", path.stem) + ".html")).exists(), path
     for path in (root / "nbs/tutorials").glob("[!.]*.ipynb"): assert (site / "docs/tutorials" / (re.sub(r"^\d+_", "", path.stem) + ".html")).exists(), path
+    for path in plain_modules(root): assert (site / "docs/library" / path.parent.name / f"{path.stem}.html").exists(), path
     claims = (site / "docs/claims.html").read_text()
     assert "dsn.accuracy" in claims and "inconsistent" in claims
 
@@ -145,7 +147,7 @@ def test_an_experiment_is_added_in_one_place(checkout, tmp_path):
     stage(tmp_path)
     assert update_readme(tmp_path) and not update_readme(tmp_path)
     row = next(line for line in (tmp_path / "README.md").read_text().splitlines() if "[shown]" in line)
-    expected = ("Dsn", "Coins are right in", "**does not hold**", "shown.accuracy: ", f"outputs/reference/shown/{run.name}/report.html")
+    expected = ("Dsn", "Coins are right in", "**does not hold**", "shown accuracy 7", f"outputs/reference/shown/{run.name}/report.html")
     assert [words for words in expected if words not in row] == []
     page, claims = ((tmp_path / "docs" / name).read_text() for name in ("experiments.qmd", "claims.qmd"))
     expected = ("{#shown}", "figures/shown.png", "Limits: Coins.", "a better coin", "| coin |", f"reports/shown-{run.name}.html")
@@ -238,7 +240,7 @@ def test_pages_have_no_serious_accessibility_violation(serve, site, browser, mod
     page, _ = browser
     page.emulate_media(color_scheme=mode)
     report = min(str(p.relative_to(site)) for p in site.glob("docs/reports/*.html"))
-    for path in ["index.html", "docs/start.html", "docs/concepts.html", "docs/claims.html", "docs/experiments.html", "docs/kernels.html", "docs/tutorials/dsn.html", "docs/library/layers/perforation.html", report]:
+    for path in ["index.html", "docs/start.html", "docs/concepts.html", "docs/claims.html", "docs/experiments.html", "docs/kernels.html", "docs/tutorials/dsn.html", "docs/library/layers/perforation.html", "docs/library/dendritic_kernels/attention.html", report]:
         page.goto(f"{serve}/{path}")
         page.evaluate(axe)
         found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]

@@ -15,7 +15,7 @@ from .claims import judge_all, reference_runs, summary_line
 from .experiments import project_root
 from .ledger import claims_page
 from .reference import (
-    imported_modules, module_pages, notebooks, page_of, stage_notebooks, title_and_line)
+    imported_modules, module_pages, notebooks, page_of, stage_modules, stage_notebooks, title_and_line)
 from .report import render_math, write_html
 from .results import (
     AGAIN, Result, cards, own_table, results, results_table, section, system_title, systems)
@@ -24,7 +24,8 @@ from .results import (
 def usage(result: Result, pages: dict[str, str]) -> str:  # pages: what `module_pages` found
     "How to run an experiment, and the library's modules that it uses."
     experiment = result.experiment
-    modules = ", ".join(f"[`{m}`]({pages[m]})" for m in imported_modules(experiment.notebook) if m in pages)
+    taught = [m for m in imported_modules(experiment.notebook) if m in pages and not m.startswith("lab.")]
+    modules = ", ".join(f"[`{m}`]({pages[m]})" for m in taught)
     command = f"`dendritic-lab run {result.name} --profile {'|'.join(experiment.profiles)}`"
     return f"{command}\n\n" + (f"Modules: {modules}." if modules else "")
 
@@ -101,6 +102,7 @@ def stage(root: Path | None = None) -> Path:
     docs.mkdir()
     write = lambda name, text: (docs / name).write_text(text, encoding="utf-8")
     stage_notebooks(root, docs)
+    stage_modules(root, docs)
     stage_runs(root, docs)
     write("claims.qmd", claims_page(root))
     write("experiments.qmd", experiments_page(root))

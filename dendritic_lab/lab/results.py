@@ -47,10 +47,11 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        "The verdict and the headlines in one line of Markdown."
+        "The verdict and the first two headlines in one line of Markdown."
         if not self.summary: return ""
-        return "; ".join([f"**{self.summary['verdict']}**"] * bool(self.summary["verdict"])
-                         + [f"{h['name']}: {h['text']}" for h in self.summary["headline"]])
+        verdict = [f"**{self.summary['verdict']}**"] if self.summary["verdict"] else []
+        words = lambda name: re.sub(r"[._]", " ", name)
+        return "; ".join(verdict + [f"{words(h['name'])} {h['text']}" for h in self.summary["headline"][:2]])
 
     @property
     def measured(self) -> str:
