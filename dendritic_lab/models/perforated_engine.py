@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['pack_rows', 'packed_states', 'PerforatedEngine']
 
-# %% ../../nbs/models/03_perforated_engine.ipynb #85021ce3
-from ..measure.evaluating import evaluating
+# %% ../../nbs/models/03_perforated_engine.ipynb #62f2ef93
+from ..measure import evaluating
 from .perforated_bert import PerforatedBertForSequenceClassification, PerforatedBertModel
 
 # %% ../../nbs/models/03_perforated_engine.ipynb #cc890893
@@ -34,7 +34,7 @@ def pack_rows(
         rows[place].append(i); room[place] -= lengths[i]
     return rows
 
-# %% ../../nbs/models/03_perforated_engine.ipynb #8b4ecb99
+# %% ../../nbs/models/03_perforated_engine.ipynb #30518cd9
 def packed_states(
     model: PerforatedBertModel,
     ids: list[list[int]],  # of each text

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['block_attention', 'PlainScorer', 'replace_scorers', 'FixedThreshold', 'fix_thresholds']
 
-# %% ../../nbs/models/03_perforated_rivals.ipynb #2e4e7935
+# %% ../../nbs/models/03_perforated_rivals.ipynb #fe201c2a
 from ..layers.blocks import pool_blocks, row_shares, valid_blocks
 from .perforated_bert import PerforatedBertPreTrainedModel
 from .perforated_layer import PerforatedBertLayer
 
-# %% ../../nbs/models/03_perforated_rivals.ipynb #eac39cf8
+# %% ../../nbs/models/03_perforated_rivals.ipynb #098c2a81
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ def replace_scorers(model: PerforatedBertPreTrainedModel, kind: str) -> Perforat
     for layer in model.base_model.encoder.layer: layer.scorer = PlainScorer(layer, kind)
     return model
 
-# %% ../../nbs/models/03_perforated_rivals.ipynb #a07fb671
+# %% ../../nbs/models/03_perforated_rivals.ipynb #e0df12d6
 class FixedThreshold(nn.Module):
     "Stands in for a layer's `AdaptiveThreshold`: zero for every text and head."
 

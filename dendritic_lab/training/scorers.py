@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['is_scorer', 'learning_rates', 'training_only', 'layer_inputs', 'scorer_loss', 'distil_scorers']
 
-# %% ../../nbs/training/03_scorers.ipynb #4868bb36
+# %% ../../nbs/training/03_scorers.ipynb #0bbc55e0
 from ..layers.blocks import valid_blocks
 from ..models.perforated_bert import PerforatedBertPreTrainedModel
 from ..models.perforated_rivals import block_attention
 from .loop import Fit, fit
 
-# %% ../../nbs/training/03_scorers.ipynb #d62426fc
+# %% ../../nbs/training/03_scorers.ipynb #c95ab17b
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -42,7 +42,7 @@ def learning_rates(
             if [*getattr(layer, part).parameters()]: rates[f"{prefix}encoder.layer.{i}.{part}."] = scorer_lr
     return rates | ({f"{prefix}budget.": scorer_lr} if model.base_model.budget is not None else {})
 
-# %% ../../nbs/training/03_scorers.ipynb #f7f78662
+# %% ../../nbs/training/03_scorers.ipynb #4f2f070d
 @contextmanager
 def training_only(model: nn.Module, chosen: Callable[[str], bool]) -> Iterator[None]:
     "Only the parameters with the chosen names train meanwhile."
@@ -52,7 +52,7 @@ def training_only(model: nn.Module, chosen: Callable[[str], bool]) -> Iterator[N
     finally:
         for name, p in model.named_parameters(): p.requires_grad_(before[name])
 
-# %% ../../nbs/training/03_scorers.ipynb #43b72ae6
+# %% ../../nbs/training/03_scorers.ipynb #fb60df07
 @torch.no_grad()
 def layer_inputs(
     model: PerforatedBertPreTrainedModel,
@@ -80,7 +80,7 @@ def scorer_loss(model: PerforatedBertPreTrainedModel, batch: dict[str, Tensor]) 
         total = total + (rows * valid[:, None]).sum() / (valid.sum() * rows.shape[1]).clamp(min=1)
     return total / len(layers)
 
-# %% ../../nbs/training/03_scorers.ipynb #2a3f88e3
+# %% ../../nbs/training/03_scorers.ipynb #9e82c776
 def distil_scorers(
     model: PerforatedBertPreTrainedModel,
     train: DataLoader,  # labels are not used
