@@ -11,7 +11,7 @@ from .benchmarks import load, sample
 
 # %% ../../nbs/data/02_text_tasks.ipynb #0f51464e
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.data import DataLoader
@@ -41,6 +41,10 @@ class TextTask:
         texts = own if texts is None else texts
         return text_batches(self.tokenizer, texts, self.batch_size, max_length=self.max_length,
                             labels=torch.tensor(labels[:len(texts)]), **order)
+
+    def first(self, rows: int) -> "TextTask":
+        "The first rows of each split."
+        return replace(self, splits={split: tuple(part[:rows] for part in of) for split, of in self.splits.items()})
 
     def train_set(self) -> DataLoader: return self.batches("train", shuffle=True, by_length=True)
 

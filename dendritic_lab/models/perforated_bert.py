@@ -93,6 +93,11 @@ class PerforatedBertPreTrainedModel(BertPreTrainedModel):
             raise ValueError(f"keep_ratio must be above 0 and at most 1, or None, got {keep_ratio}")
         self.config.keep_ratio = keep_ratio
 
+    def set_knobs(self, sparsity: float | None, keep_ratio: float | None) -> "PerforatedBertPreTrainedModel":
+        "Both at once; returns the model."
+        self.set_sparsity(sparsity); self.set_keep_ratio(keep_ratio)
+        return self
+
     def set_training_mode(self, temperature: float, soft_tokens: bool):
         "How decisions are drawn while training: `soft_tokens` dims tokens, else they are dropped as in inference."
         self.base_model.temperature, self.base_model.soft_tokens = temperature, soft_tokens
