@@ -9,7 +9,7 @@ __all__ = ['number', 'Interval', 'interval', 'seed_interval', 'median_interval',
 # %% ../../nbs/measure/02_statistics.ipynb #f35c83a5
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -40,6 +40,11 @@ class Interval:
         return mean if self.low is None else f"{mean} [{self.low:{spec}}, {self.high:{spec}}]"
 
     def __str__(self) -> str: return format(self)
+
+    def map(self, function: Callable[[float], float]) -> "Interval":
+        "The same in other units, such as a ratio of times as a reduction in %: `function` only rises or only falls."
+        ends = (None, None) if self.low is None else sorted((function(self.low), function(self.high)))
+        return replace(self, mean=function(self.mean), low=ends[0], high=ends[1], values=tuple(map(function, self.values)))
 
     def _decimals(self) -> int:
         "Digits after the point that leave two digits of the interval's half width."
