@@ -22,7 +22,8 @@ def declare_missing_operators(extension: str):  # path of torchvision's compiled
     except OSError:   # built for another torch: torchvision falls back to pure Python, but registers two operators
         library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name): library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        if hasattr(torch.ops.torchvision, name): continue
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _schemas.append(library)
 
 # %% ../nbs/torchvision_ops.ipynb #14a6dbe8

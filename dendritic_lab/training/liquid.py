@@ -9,7 +9,10 @@ __all__ = ['ARMS', 'match_operations', 'arm_config', 'train_liquid', 'pretrain',
 from ..models.liquid_operations import operations
 from ..models.liquid_vit import REDUCTIONS, LiquidViT, LiquidViTConfig, anneal, learning_rates
 from ..models.masked_autoencoder import MaskedAutoencoder
-from .loop import Fit, accuracy, distillation_loss, fit, predict
+from ..evaluate.predictions import accuracy, predict
+from .distillation import distillation_loss
+from .loop import fit
+from .state import Fit
 
 # %% ../../nbs/training/04_liquid.ipynb #7d8bf7fa
 from collections.abc import Callable
