@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RandomGate', 'cls_attention', 'EViTGate', 'merge_tokens', 'ToMeGate', 'TokenPredictor', 'DynamicViTGate']
 
-# %% ../../nbs/layers/09_token_reduction.ipynb #638df654
+# %% ../../nbs/layers/09_token_reduction.ipynb #9b615af6
 from .token_selection import keep_ratio_loss, top_k_mask, top_k_positions
 from .tokens import Gate, Tokens, gather_tokens, mask_tokens, merged_positions
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# %% ../../nbs/layers/09_token_reduction.ipynb #3fe02914
+# %% ../../nbs/layers/09_token_reduction.ipynb #ef1798ca
 class RandomGate(Gate):
     "Drops any tokens, in training as in use: what every choice must beat."
 
@@ -37,7 +37,7 @@ def cls_attention(
     if weight is not None: logits = logits + weight.log()[:, None]
     return logits.softmax(-1).mean(1)
 
-# %% ../../nbs/layers/09_token_reduction.ipynb #9b0245d4
+# %% ../../nbs/layers/09_token_reduction.ipynb #0c34ccdb
 class EViTGate(Gate):
     "Keeps what CLS attended to in the block before, and fuses the rest. Source: Liang et al. 2022."
     reads_attention = True
@@ -60,9 +60,9 @@ def merge_tokens(
     size: Tensor,  # (batch, tokens) patches that each token stands for
     count: int,  # tokens to merge away, at most half of those besides CLS
 ) -> tuple[Tensor, Tensor, Tensor]:  # (batch, tokens - count, dim), (batch, tokens - count), (batch, tokens)
-    """Means of what is merged, their sizes, and where each token is then. 
+    """Means of what is merged, their sizes, and where each token is then: bipartite soft matching.
 
-    Bipartite soft matching. Source: Bolya et al. 2023, section 3. Raises `ValueError` for a count that pairs cannot give.
+    Raises `ValueError` for a count that pairs cannot give. Source: Bolya et al. 2023, section 3.
     """
     first, second = x.shape[1] // 2 + x.shape[1] % 2, x.shape[1] // 2  # CLS at position 0 is of the first set
     if not 0 <= count <= first - 1 or (count and not second):
@@ -93,9 +93,9 @@ def _targets(merged: Tensor, kept: Tensor, partner: Tensor, tokens: int) -> Tens
     target[:, ::2], target[:, 1::2] = first, torch.arange(tokens // 2, device=kept.device) + left
     return target
 
-# %% ../../nbs/layers/09_token_reduction.ipynb #a36b8999
+# %% ../../nbs/layers/09_token_reduction.ipynb #25500110
 class ToMeGate(Gate):
-    "Merges the most similar pairs. Raises `ValueError` for a keep ratio that pairs cannot reach. Source: Bolya et al. 2023."
+    "Merges the most similar pairs. Raises `ValueError` for a ratio below a half. Source: Bolya et al. 2023."
     reads_attention = True
 
     def __init__(self, keep_ratio: float):
@@ -126,7 +126,8 @@ class TokenPredictor(nn.Module):
         if dim < 4: raise ValueError(f"dim must be at least 4, got {dim}")
         half, quarter = dim // 2, dim // 4
         self.inner = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU())
-        self.head = nn.Sequential(nn.Linear(2 * half, half), nn.GELU(), nn.Linear(half, quarter), nn.GELU(), nn.Linear(quarter, 2))
+        steps = nn.Linear(2 * half, half), nn.GELU(), nn.Linear(half, quarter), nn.GELU(), nn.Linear(quarter, 2)
+        self.head = nn.Sequential(*steps)
 
     def forward(self,
         x: Tensor,  # (batch, tokens, dim)
@@ -142,9 +143,9 @@ class TokenPredictor(nn.Module):
         drawn = F.gumbel_softmax(log_probabilities, hard=True)[..., 0]
         return torch.cat([torch.ones_like(drawn[:, :1]), drawn[:, 1:]], 1)
 
-# %% ../../nbs/layers/09_token_reduction.ipynb #bb92be9c
+# %% ../../nbs/layers/09_token_reduction.ipynb #e24249b3
 class DynamicViTGate(Gate):
-    "Keeps what a predictor finds probable; in training it draws, and a penalty holds the share. Source: Rao et al. 2021."
+    "Keeps what a predictor finds probable; in training it draws, and a penalty holds the share (Rao et al. 2021)."
 
     def __init__(self,
         width: int,

@@ -27,7 +27,7 @@ def straight_through(soft: Tensor, hard: Tensor) -> Tensor:
     "The value of `hard` with the gradient of `soft`. Source: Bengio et al. 2013."
     return hard.to(soft) + (soft - soft.detach())
 
-# %% ../../nbs/layers/06_token_selection.ipynb #fde18fa9
+# %% ../../nbs/layers/06_token_selection.ipynb #f2be9608
 def top_k_mask(
     logits: Tensor,  # (batch, tokens), CLS first
     count: int,  # to keep besides CLS
@@ -46,7 +46,7 @@ def top_k_mask(
     if hard: soft = straight_through(soft, torch.zeros_like(soft).scatter(1, best.indices[:, :count], 1.0))
     return torch.cat([torch.ones_like(soft[:, :1]), soft.masked_fill(dropped, 0)], 1)
 
-# %% ../../nbs/layers/06_token_selection.ipynb #4abc4059
+# %% ../../nbs/layers/06_token_selection.ipynb #edd8535f
 def threshold_mask(
     logits: Tensor,  # (batch, tokens), CLS first
     threshold: Tensor | float,  # learned
@@ -71,7 +71,10 @@ def keep_ratio_loss(
     return (mask[:, 1:].sum() / total - keep_ratio).square()
 
 # %% ../../nbs/layers/06_token_selection.ipynb #98251406
-def top_k_positions(logits: Tensor, count: int) -> Tensor:  # (batch, tokens), CLS first -> (batch, 1 + count), CLS first
+def top_k_positions(
+    logits: Tensor,  # (batch, tokens), CLS first
+    count: int,  # to keep besides CLS
+) -> Tensor:  # (batch, 1 + count)
     "Positions of CLS and of the `count` largest of the other logits, best first."
     best = logits[:, 1:].topk(count, dim=1).indices + 1
     return torch.cat([torch.zeros_like(best[:, :1]), best], 1)
@@ -86,7 +89,7 @@ def gather(
     rows = (positions + tokens * torch.arange(batch, device=positions.device)[:, None]).flatten()
     return [x.flatten(0, 1).index_select(0, rows).unflatten(0, positions.shape) for x in parts]
 
-# %% ../../nbs/layers/06_token_selection.ipynb #8cfca4c8
+# %% ../../nbs/layers/06_token_selection.ipynb #13cb2683
 def fuse(
     weights: Tensor,  # (batch, tokens) at least 0
     *parts: Tensor,  # each (batch, tokens, dim) or (batch, tokens)

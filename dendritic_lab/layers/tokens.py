@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['Tokens', 'with_fused', 'mask_tokens', 'gather_tokens', 'merged_positions', 'Gate']
 
-# %% ../../nbs/layers/07_tokens.ipynb #2cd5a81e
+# %% ../../nbs/layers/07_tokens.ipynb #a289bc8e
 from .token_selection import fuse, gather, keep_count
 
-# %% ../../nbs/layers/07_tokens.ipynb #87fb3f9a
+# %% ../../nbs/layers/07_tokens.ipynb #828c290a
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-# %% ../../nbs/layers/07_tokens.ipynb #89c3190e
+# %% ../../nbs/layers/07_tokens.ipynb #8c5e29ac
 @dataclass(frozen=True)
 class Tokens:
     "A batch of token sequences on their way through a model, CLS first."
@@ -44,7 +44,7 @@ class Tokens:
         parts = {"hidden": self.hidden, "importance": self.importance, "state": self.state}
         return {name: part for name, part in parts.items() if part is not None}
 
-# %% ../../nbs/layers/07_tokens.ipynb #e84309db
+# %% ../../nbs/layers/07_tokens.ipynb #17449ff3
 def with_fused(position: Tensor | None) -> Tensor | None:
     "The positions of tokens that a fused one has joined."
     return None if position is None else torch.cat([position, torch.full_like(position[:, :1], -1)], 1)
@@ -66,7 +66,7 @@ def mask_tokens(
     mask = torch.cat([mask, any_dropped], 1)
     return replace(tokens, **joined, position=with_fused(tokens.position), mask=mask, candidates=candidates)
 
-# %% ../../nbs/layers/07_tokens.ipynb #e127c881
+# %% ../../nbs/layers/07_tokens.ipynb #8d95509e
 def gather_tokens(
     tokens: Tokens,
     positions: Tensor,  # (batch, kept) CLS first
@@ -90,7 +90,7 @@ def _outside(positions: Tensor, real: Tensor, like: Tensor) -> Tensor:
     "1 for tokens that are not among the real positions."
     return 1 - torch.zeros_like(like).scatter_add(1, positions, real.to(like)).clamp(max=1)
 
-# %% ../../nbs/layers/07_tokens.ipynb #196da702
+# %% ../../nbs/layers/07_tokens.ipynb #6c7d2923
 def merged_positions(position: Tensor, target: Tensor, tokens: int) -> Tensor:
     "Positions (batch, tokens) after a merge that brought each of (batch, before) to `target`, (batch, before)."
     members = torch.zeros(position.shape[0], tokens, dtype=position.dtype, device=position.device)
@@ -98,12 +98,12 @@ def merged_positions(position: Tensor, target: Tensor, tokens: int) -> Tensor:
     moved = torch.zeros_like(members).scatter_add(1, target, position)
     return torch.where(members == 1, moved, -1)
 
-# %% ../../nbs/layers/07_tokens.ipynb #a2ccb22f
+# %% ../../nbs/layers/07_tokens.ipynb #9462642f
 class Gate(nn.Module):
     """Stands before a block: `forward(tokens, masked)` -> tokens. With `masked` it drops by mask, otherwise for real.
 
-    Whatever drops, leaves `remaining(candidates)` tokens besides CLS, a fused one among them, so that all cost later blocks the same.
-    Raises `ValueError` for a keep ratio that is not above 0 and at most 1.
+    Whatever drops, leaves `remaining(candidates)` tokens besides CLS, a fused one among them, so that later blocks cost
+    the same. Raises `ValueError` for a keep ratio that is not above 0 and at most 1.
     """
     reads_attention = False  # whether it wants queries and keys of the block before
 
@@ -126,5 +126,5 @@ class Gate(nn.Module):
         heads: int,
         state_dim: int,  # of the state that tokens bring, 0 for none
     ) -> dict[str, int]:
-        "Operations for one image by part, as fvcore counts them: 1 to a multiply-accumulate, 5 to an element of a norm."
+        "Operations for one image by part, as fvcore counts them: 1 to a multiply-accumulate, 5 to a norm's element."
         return {}
