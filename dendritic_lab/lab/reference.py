@@ -6,8 +6,8 @@
 __all__ = ['PLAIN', 'comments', 'parameters', 'Argument', 'header', 'arguments', 'returns', 'signature', 'table_cell',
            'table_code', 'parameter_table', 'docstring', 'describe_function', 'fields', 'method_table',
            'describe_class', 'describe', 'only_imports', 'plain', 'has_figure', 'exported_cell', 'code_cell',
-           'page_cells', 'notebooks', 'page_of', 'title_and_line', 'code_of', 'imported_modules', 'module_of',
-           'module_pages', 'users_of', 'write_page', 'library_footer', 'tutorial_footer', 'plain_modules',
+           'page_links', 'page_cells', 'notebooks', 'page_of', 'title_and_line', 'code_of', 'imported_modules',
+           'module_of', 'module_pages', 'users_of', 'write_page', 'library_footer', 'tutorial_footer', 'plain_modules',
            'module_page', 'stage_notebooks', 'stage_modules']
 
 # %% ../../nbs/lab/10_reference.ipynb #551e3952
@@ -29,7 +29,7 @@ def comments(source: str) -> dict[int, str]:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return {t.start[0]: t.string.lstrip("# ").rstrip() for t in tokens if t.type == tokenize.COMMENT}
 
-# %% ../../nbs/lab/10_reference.ipynb #3066f0b2
+# %% ../../nbs/lab/10_reference.ipynb #791a43ce
 def parameters(function: ast.FunctionDef) -> list[tuple[str, ast.arg, ast.expr | None]]:
     "Stars, name and default of each parameter in order, without `self`."
     a = function.args
@@ -41,7 +41,7 @@ def parameters(function: ast.FunctionDef) -> list[tuple[str, ast.arg, ast.expr |
     found += [("**", a.kwarg, None)] if a.kwarg else []
     return [(stars, p, default) for stars, p, default in found if p.arg not in ("self", "cls")]
 
-# %% ../../nbs/lab/10_reference.ipynb #896944e1
+# %% ../../nbs/lab/10_reference.ipynb #a34b9c79
 @dataclass(frozen=True)
 class Argument:
     "One parameter of a function, or one field of a dataclass."
@@ -72,7 +72,7 @@ def returns(function: ast.FunctionDef, said: dict[int, str]) -> str:
     taken = {a.lineno for a in ast.walk(function.args) if isinstance(a, ast.arg)} if len(lines) > 1 else set()
     return next((said[n] for n in reversed(lines) if n in said and n not in taken), "")
 
-# %% ../../nbs/lab/10_reference.ipynb #8309784a
+# %% ../../nbs/lab/10_reference.ipynb #f210bb2f
 def signature(name: str, function: ast.FunctionDef) -> str:
     "`name(...) -> ...` on one line, or a line for each parameter where it would be long."
     text = []
@@ -101,7 +101,7 @@ def parameter_table(found: list[Argument]) -> str:
     rows = [f"| {code(a)} | {table_cell(a.meaning)} |" for a in found if a.meaning]
     return "\n".join(["| parameter | type | default | meaning |", "|---|---|---|---|", *rows]) if rows else ""
 
-# %% ../../nbs/lab/10_reference.ipynb #3fd26eb2
+# %% ../../nbs/lab/10_reference.ipynb #6fa70d77
 def docstring(node: ast.FunctionDef | ast.ClassDef) -> str:
     "The docstring as Markdown."
     parts = CODE.split(ast.get_docstring(node) or "")
@@ -115,7 +115,7 @@ def describe_function(node: ast.FunctionDef, said: dict[int, str]) -> str:
              parameter_table(arguments(node, said)), f"Returns {back}." if back else ""]
     return "\n\n".join(filter(None, parts))
 
-# %% ../../nbs/lab/10_reference.ipynb #05afcaff
+# %% ../../nbs/lab/10_reference.ipynb #ee81951b
 def fields(node: ast.ClassDef, said: dict[int, str]) -> list[Argument]:
     "The annotated names in a class's body."
     named = [n for n in node.body if isinstance(n, ast.AnnAssign)]
@@ -141,7 +141,7 @@ def describe_class(node: ast.ClassDef, said: dict[int, str]) -> str:
     parts += [docstring(node), table, method_table(node)]
     return "\n\n".join(filter(None, parts))
 
-# %% ../../nbs/lab/10_reference.ipynb #ee75c3c8
+# %% ../../nbs/lab/10_reference.ipynb #f5c23d7d
 def describe(source: str) -> str:
     "Everything public that a cell defines, as Markdown; empty where it defines nothing public."
     said = comments(source)
@@ -166,7 +166,7 @@ def has_figure(cell: dict) -> bool:
     "Whether an executed cell shows a picture."
     return any({"image/png", "image/svg+xml"} & o.get("data", {}).keys() for o in cell.get("outputs", []))
 
-# %% ../../nbs/lab/10_reference.ipynb #652224d2
+# %% ../../nbs/lab/10_reference.ipynb #f87baebb
 def exported_cell(cell: dict, source: str) -> list[dict]:
     "An exported cell of a page: what it defines as Markdown, then its source, folded."
     if only_imports(source): return []
@@ -187,6 +187,11 @@ def code_cell(cell: dict, prose: str) -> list[dict]:
     return [{**cell, "source": "\n".join([*options, source])}]
 
 
+def page_links(markdown: str) -> str:
+    "Links to notebooks as links to their pages, whose addresses have no prefix."
+    return re.sub(r"(\]\((?:[\w./-]*/)?)\d+_(\w+\.ipynb)", r"\1\2", markdown)
+
+
 def page_cells(cells: list[dict]) -> list[dict]:
     "The cells of a page from those of a library notebook or a tutorial."
     staged, prose = [], ""
@@ -194,7 +199,7 @@ def page_cells(cells: list[dict]) -> list[dict]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             prose = plain(source) or prose
-            staged.append({**cell, "source": render_math(source)})
+            staged.append({**cell, "source": page_links(render_math(source))})
         else: staged += code_cell(cell, prose)
     return staged
 
@@ -221,7 +226,7 @@ def title_and_line(notebook: Path) -> tuple[str, str]:
     if not found: raise ValueError(f"{notebook}: the first cell must be `# Title`, an empty line and `> one line`")
     return found[1], found[2]
 
-# %% ../../nbs/lab/10_reference.ipynb #75847d37
+# %% ../../nbs/lab/10_reference.ipynb #2ae0d2ea
 def code_of(notebook: Path) -> str:
     "All code of a notebook."
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
@@ -239,7 +244,7 @@ def module_of(notebook: Path) -> str | None:
     found = re.search(r"^#\|\s*default_exp ([a-z_.0-9]+)", code_of(notebook), re.MULTILINE)
     return found[1] if found else None
 
-# %% ../../nbs/lab/10_reference.ipynb #1214a3b8
+# %% ../../nbs/lab/10_reference.ipynb #2859653f
 def module_pages(root: Path) -> dict[str, str]:
     "The page below docs of each module, by its name without the package's."
     return {module: page_of(p, root) for p in notebooks(root) if (module := module_of(p))}
@@ -254,7 +259,7 @@ def users_of(root: Path) -> dict[str, list[tuple[str, str]]]:
         for module in imported_modules(notebook): users.setdefault(module, []).append((title, address))
     return users
 
-# %% ../../nbs/lab/10_reference.ipynb #b3a88e14
+# %% ../../nbs/lab/10_reference.ipynb #3a6b8456
 def write_page(source: Path, target: Path, footer: str = ""):
     "Write a notebook's page."
     notebook = json.loads(source.read_text(encoding="utf-8"))
@@ -283,7 +288,7 @@ def tutorial_footer(notebook: Path, root: Path, pages: dict) -> str:  # pages: w
     where = f"This page is the notebook `{notebook.relative_to(root)}`: open it with `make lab` and change it."
     return f"## Where to go on\n\nModules used here: {modules}. {where}" if modules else ""
 
-# %% ../../nbs/lab/10_reference.ipynb #f4ae2fa5
+# %% ../../nbs/lab/10_reference.ipynb #6ead74e4
 PLAIN = ("dendritic_lab/fleet", "dendritic_lab/cli", "kernels/dendritic_kernels")
 
 
@@ -299,7 +304,7 @@ def module_page(path: Path) -> str:
     front = f"---\ntitle: {path.parent.name}.{path.stem}\nsubtitle: {json.dumps(line.replace(chr(10), ' '))}\n---"
     return "\n\n".join(filter(None, [front, rest, describe(source)]))
 
-# %% ../../nbs/lab/10_reference.ipynb #24d6e61e
+# %% ../../nbs/lab/10_reference.ipynb #40568808
 def stage_notebooks(root: Path, docs: Path):
     "Write pages of all library notebooks under `docs/library` and of the tutorials under `docs/tutorials`."
     users, pages = users_of(root), module_pages(root)
