@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
