@@ -8,6 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-c", "from dendritic_lab.cli import main; main()"]
@@ -38,8 +39,10 @@ def root() -> Path:
 def make_checkout(tmp_path):
     "A checkout with one experiment `tiny`, made of the given code cells."
     def make(*cells: str, parameters: str = "times: int = 2  # how often; 1..5", profiles: str = "") -> Path:
+        head = new_markdown_cell("# Tiny\n\n> Does it run?")
+        tagged = new_code_cell(parameters, metadata={"tags": ["parameters"]})
         notebook = new_notebook(
-            cells=[new_markdown_cell("# Tiny\n\n> Does it run?"), new_code_cell(parameters, metadata={"tags": ["parameters"]}), *map(new_code_cell, cells)],
+            cells=[head, tagged, *map(new_code_cell, cells)],
             metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}})
         checkout = tmp_path / "checkout"
         (checkout / "nbs/experiments").mkdir(parents=True)
@@ -56,12 +59,27 @@ def lab():
     def run(folder: Path, *words: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
         modules = ("dendritic_lab.cli", "dendritic_lab.lab.runs", "dendritic_lab.lab.experiments")
         ours = ",".join(f"error:::{module}" for module in modules)
-        variables = {k: v for k, v in os.environ.items() if k != "DENDRITIC_LAB_DATA"} | {"PYTHONWARNINGS": ours} | environment
-        return subprocess.run([*COMMAND, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout)
+        variables = {k: v for k, v in os.environ.items() if k != "DENDRITIC_LAB_DATA"}
+        variables |= {"PYTHONWARNINGS": ours} | environment
+        command = [*COMMAND, *words]
+        return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout)
+    return run
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    "Ask the command line in a folder without a process of its own, where nothing is started; returns its result."
+    def run(folder: Path, *words: str):
+        from dendritic_lab.cli import app
+        monkeypatch.chdir(folder)
+        return CliRunner().invoke(app, words)
     return run
 
 
 @pytest.fixture
 def record() -> str:
     "A cell that records one figure and finishes."
-    return "from dendritic_lab.lab.record import Recorder\nrecorder = Recorder('tiny')\nrecorder.metric('tiny.times', times, 'count')\nrecorder.finish().name"
+    return """from dendritic_lab.lab.record import Recorder
+recorder = Recorder('tiny')
+recorder.metric('tiny.times', times, 'count')
+recorder.finish().name"""

@@ -24,14 +24,17 @@ def test_notebook_runs(path, tmp_path):
 @pytest.fixture
 def copy(tmp_path) -> Path:
     "The notebooks and the library in a folder where they may be changed."
-    for name in ("nbs", "dendritic_lab"): shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+    ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+    for name in ("nbs", "dendritic_lab"): shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     shutil.copy(ROOT / "settings.ini", tmp_path)
     return tmp_path
 
 
 def nbdev(name: str, folder: Path):
-    environment = {k: v for k, v in os.environ.items() if k != "IN_TEST"}  # which test_nb sets, and which would keep nbdev from exporting
-    done = subprocess.run([Path(sys.executable).parent / name], cwd=folder, env=environment, capture_output=True, text=True)
+    # test_nb sets IN_TEST, and with it nbdev would not export.
+    variables = {k: v for k, v in os.environ.items() if k != "IN_TEST"}
+    command = [Path(sys.executable).parent / name]
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -50,12 +53,14 @@ def problems(folder: Path) -> list[str]:
         if plain and generated: found.append(f"exported module in a plain folder {name}")
         if not (plain or generated or Path(name).name in BY_HAND): found.append(f"hand-written module {name}")
     nbdev("nbdev_clean", folder)
-    found += [f"notebook not clean: {name}" for name, text in contents(folder / "nbs", "*.ipynb").items() if notebooks[name] != text]
+    cleaned = contents(folder / "nbs", "*.ipynb")
+    found += [f"notebook not clean: {name}" for name, text in cleaned.items() if notebooks[name] != text]
     for name, text in modules.items():
         if GENERATED in text or Path(name).name == "_modidx.py": (folder / "dendritic_lab" / name).unlink()
     nbdev("nbdev_export", folder)
     exported = contents(folder / "dendritic_lab", "*.py")
-    return found + [f"module out of sync: {name}" for name in modules.keys() | exported.keys() if modules.get(name) != exported.get(name)]
+    differing = [name for name in modules.keys() | exported.keys() if modules.get(name) != exported.get(name)]
+    return found + [f"module out of sync: {name}" for name in differing]
 
 
 def test_library_is_in_sync_with_the_notebooks(copy):
@@ -72,4 +77,5 @@ def test_the_sync_check_notices_every_kind_of_drift(copy):
     notebook.write_text(notebook.read_text().replace('"execution_count": null', '"execution_count": 7', 1))
     assert set(problems(copy)) >= {"module out of sync: orphan.py", "hand-written module by_hand.py",
                                    "exported module in a plain folder fleet/exported.py",
-                                   "module out of sync: layers/dendritic_linear.py", "notebook not clean: layers/00_dendritic_linear.ipynb"}
+                                   "module out of sync: layers/dendritic_linear.py",
+                                   "notebook not clean: layers/00_dendritic_linear.ipynb"}

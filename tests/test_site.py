@@ -1,5 +1,6 @@
 """The site builds, its links lead somewhere, and a browser shows it without a network."""
 
+import ast
 import functools
 import http.server
 import importlib.resources
@@ -19,7 +20,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from dendritic_lab.lab.publish import MARKED, stage, update_readme, write_parts
-from dendritic_lab.lab.reference import plain_modules
+from dendritic_lab.lab.reference import code_of, plain_modules
 from dendritic_lab.lab.report import external_loads
 from dendritic_lab.lab.results import AGAIN
 
@@ -44,8 +45,9 @@ recorder.figure(figure, "accuracy", "Accuracy with 95 % intervals over seeds and
 """, """
 pd.DataFrame({"sentence": range(30), "right": right[0, :30]})
 """, """
-recorder.conclude(f"Coins are right in {accuracy:.1f} % of all sentences.", figure="accuracy", verdict="does not hold", limits="Coins.",
-                  table=pd.DataFrame({"arm": ["coin"], "accuracy, %": [f"{accuracy:.1f}"]}), compared_with="a better coin")
+table = pd.DataFrame({"arm": ["coin"], "accuracy, %": [f"{accuracy:.1f}"]})
+recorder.conclude(f"Coins are right in {accuracy:.1f} % of all sentences.", figure="accuracy", table=table,
+                  verdict="does not hold", compared_with="a better coin", limits="Coins.")
 """
 
 
@@ -53,8 +55,8 @@ def write_experiment(root: Path, name: str, *cells: str):
     "An experiment's notebook and profiles."
     told = [new_markdown_cell(f"# {name.capitalize()}\n\n> Does it show?"),
             new_code_cell("seed: int = 0  # of the coins", metadata={"tags": ["parameters"]})]
-    notebook = new_notebook(cells=[*told, *map(new_code_cell, cells)],
-                            metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}})
+    kernel = {"name": "python3", "display_name": "python3", "language": "python"}
+    notebook = new_notebook(cells=[*told, *map(new_code_cell, cells)], metadata={"kernelspec": kernel})
     nbformat.write(notebook, root / f"nbs/experiments/{name}.ipynb")
 
 
@@ -74,7 +76,8 @@ def checkout(tmp_path_factory) -> Path:
     for name in ("nbs", "outputs/reference", "dendritic_lab", "kernels"):
         if (ROOT / name).exists(): shutil.copytree(ROOT / name, copy / name, ignore=unwanted)
     for name in ("settings.ini", "index.qmd", "LOG.md"): shutil.copy(ROOT / name, copy)
-    (copy / "_quarto.yml").write_text((ROOT / "_quarto.yml").read_text().replace(".venv/bin", str(Path(sys.executable).parent)))
+    told = (ROOT / "_quarto.yml").read_text()
+    (copy / "_quarto.yml").write_text(told.replace(".venv/bin", str(Path(sys.executable).parent)))
     write_experiment(copy, "shown", *SHOWN)
     add_reference(copy, "shown")
     return copy
@@ -83,7 +86,8 @@ def checkout(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def site(checkout) -> Path:
     "The site, built by smalldocs."
-    done = subprocess.run([Path(sys.executable).parent / "smalldocs", "render"], cwd=checkout, capture_output=True, text=True)
+    command = [Path(sys.executable).parent / "smalldocs", "render"]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return checkout / "_site"
 
@@ -101,25 +105,33 @@ class Links(HTMLParser):
             if name == "id": self.ids.add(value)
 
 
+def target_of(page: Path, path: str, site: Path) -> Path:
+    "The file that a link on a page leads to."
+    if not path: return page
+    target = (site / path.lstrip("/") if path.startswith("/") else page.parent / path).resolve()
+    return target / "index.html" if target.is_dir() else target
+
+
 def test_no_internal_link_is_broken(site):
     pages = {p: Links(p.read_text(encoding="utf-8")) for p in site.rglob("*.html")}
     broken = []
-    for page, found in pages.items():
-        for link in found.links:
-            if re.match(r"[a-z]+:|//", link): continue
-            path, fragment = urldefrag(unquote(link.partition("?")[0]))
-            target = page if not path else (site / path.lstrip("/") if path.startswith("/") else page.parent / path).resolve()
-            if target.is_dir(): target /= "index.html"
-            if not target.exists(): broken.append(f"{page.relative_to(site)} -> {link}")
-            elif fragment and target in pages and fragment not in pages[target].ids and fragment != "top": broken.append(f"{page.relative_to(site)} -> {link}")
+    for page, link in ((page, link) for page, found in pages.items() for link in found.links):
+        if re.match(r"[a-z]+:|//", link): continue
+        path, fragment = urldefrag(unquote(link.partition("?")[0]))
+        target = target_of(page, path, site)
+        known = target not in pages or fragment in ("", "top") or fragment in pages[target].ids
+        if not target.exists() or not known: broken.append(f"{page.relative_to(site)} -> {link}")
     assert len(pages) > 15 and broken == []
 
 
 def test_every_notebook_and_the_claims_have_a_page(site, root):
-    notebooks = [p.relative_to(root / "nbs") for p in (root / "nbs").rglob("*.ipynb") if not {"experiments", "tutorials", "explorers"} & set(p.parts) and p.name != "launcher.ipynb" and ".ipynb_checkpoints" not in p.parts]
-    for path in notebooks: assert (site / "docs/library" / path.parent / (re.sub(r"^\d+_", "", path.stem) + ".html")).exists(), path
-    for path in (root / "nbs/tutorials").glob("[!.]*.ipynb"): assert (site / "docs/tutorials" / (re.sub(r"^\d+_", "", path.stem) + ".html")).exists(), path
-    for path in plain_modules(root): assert (site / "docs/library" / path.parent.name / f"{path.stem}.html").exists(), path
+    found = [p.relative_to(root / "nbs") for p in (root / "nbs").rglob("[!.]*.ipynb")]
+    others = {"experiments", "explorers", "launcher.ipynb", ".ipynb_checkpoints"}
+    shown = [p for p in found if not others & set(p.parts)]
+    page = lambda p: p.parent / re.sub(r"^\d+_", "", p.stem)
+    pages = [str(page(p)) if p.parts[0] == "tutorials" else f"library/{page(p)}" for p in shown]
+    pages += [f"library/{p.parent.name}/{p.stem}" for p in plain_modules(root)]
+    assert len(pages) > 50 and [page for page in pages if not (site / "docs" / f"{page}.html").exists()] == []
     claims = (site / "docs/claims.html").read_text()
     assert "dsn.accuracy" in claims and "inconsistent" in claims
 
@@ -138,7 +150,8 @@ def test_readme_is_short(root):
 def test_an_experiment_is_added_in_one_place(checkout, tmp_path):
     for name in ("settings.ini", "LOG.md"): shutil.copy(checkout / name, tmp_path)
     (tmp_path / "nbs/experiments").mkdir(parents=True)
-    (tmp_path / "README.md").write_text("# Read me\n\n<!-- results: written by `make readme` -->\n\n<!-- /results -->\n")
+    marked = "# Read me\n\n<!-- results: written by `make readme` -->\n\n<!-- /results -->\n"
+    (tmp_path / "README.md").write_text(marked)
     write_experiment(tmp_path, "shown", *SHOWN)
     stage(tmp_path)
     assert update_readme(tmp_path) and f"*Shown*: {AGAIN}" in (tmp_path / "README.md").read_text()
@@ -147,45 +160,56 @@ def test_an_experiment_is_added_in_one_place(checkout, tmp_path):
     stage(tmp_path)
     assert update_readme(tmp_path) and not update_readme(tmp_path)
     row = next(line for line in (tmp_path / "README.md").read_text().splitlines() if "[shown]" in line)
-    expected = ("Dsn", "Coins are right in", "**does not hold**", "shown accuracy 7", f"outputs/reference/shown/{run.name}/report.html")
+    address = f"outputs/reference/shown/{run.name}/report.html"
+    expected = ("Dsn", "Coins are right in", "**does not hold**", "shown accuracy 7", address)
     assert [words for words in expected if words not in row] == []
     page, claims = ((tmp_path / "docs" / name).read_text() for name in ("experiments.qmd", "claims.qmd"))
-    expected = ("{#shown}", "figures/shown.png", "Limits: Coins.", "a better coin", "| coin |", f"reports/shown-{run.name}.html")
+    address = f"reports/shown-{run.name}.html"
+    expected = ("{#shown}", "figures/shown.png", "Limits: Coins.", "a better coin", "| coin |", address)
     assert [words for words in expected if words not in page] == []
-    assert claims.count(f"reports/shown-{run.name}.html") == 2 and (tmp_path / "docs/figures/shown.png").exists()
+    assert claims.count(address) == 2 and (tmp_path / "docs/figures/shown.png").exists()
 
 
 def test_a_report_begins_with_its_verdict_and_folds_long_tables(checkout):
     report = next((checkout / "outputs/reference/shown").glob("*/report.html")).read_text()
-    order = ["Does it show?", "Coins are right", "Verdict: does not hold.", "<img ", "Coins.", "Table of 30 rows", "Claims that this run speaks to"]
+    order = ["Does it show?", "Coins are right", "Verdict: does not hold.", "<img ", "Coins.", "Table of 30 rows",
+             "Claims that this run speaks to"]
     places = [report.index(words) for words in order]
     assert places == sorted(places)
 
 
 def said_by_experiments(root: Path) -> set[str]:
     "Names of the experiments and of the figures that they record."
-    names = {p.stem for p in (root / "nbs/experiments").glob("*.ipynb")}
-    for path in (root / "nbs/experiments").glob("*.ipynb"):
-        code = "".join(line for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code" for line in [*c["source"], "\n"])
-        names |= set(re.findall(r"""recorder\.(?:metric|accuracy|items|ratio)\(\s*"([a-z0-9_.]+)\"""", code))
-    for path in (root / "outputs/reference").rglob("metrics.json"): names |= {m["name"] for m in json.loads(path.read_text())["metrics"]}
-    return names
+    recorded = re.compile(r"""recorder\.(?:metric|accuracy|items|ratio)\(\s*"([a-z0-9_.]+)\"""")
+    experiments = list((root / "nbs/experiments").glob("*.ipynb"))
+    names = {p.stem for p in experiments} | {name for p in experiments for name in recorded.findall(code_of(p))}
+    records = [json.loads(p.read_text()) for p in (root / "outputs/reference").rglob("metrics.json")]
+    return names | {m["name"] for record in records for m in record["metrics"]}
+
+
+def words_of(module: Path) -> set[str]:
+    "The texts in a module's code. Prose, which may give examples, has spaces and is left out."
+    nodes = ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+    texts = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str) and " " not in n.value}
+    return {word for text in texts for word in (text, *text.split("/"))}
 
 
 def test_no_module_of_the_lab_knows_an_experiment(root):
     modules = [p for folder in ("lab", "fleet", "cli") for p in (root / "dendritic_lab" / folder).rglob("*.py")]
     names = said_by_experiments(root)
-    assert len(names) > 20
-    known = re.compile(r"(?<![\w./])(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + r")(?![\w.]*\w)")
-    assert {(p.name, found) for p in modules for found in known.findall(p.read_text(encoding="utf-8"))} == set()
+    assert len(names) > 20 and len(modules) > 20
+    assert {(p.name, word) for p in modules for word in words_of(p) & names} == set()
+
+
+KEPT = {"metrics.json", "summary.json", "params.yaml", "environment.json", "report.html", "report.ipynb", "status"}
 
 
 def test_reference_runs_are_complete_and_self_contained(checkout):
     runs = [p.parent for p in (checkout / "outputs/reference").rglob("metrics.json")]
     assert runs
     for run in runs:
-        assert {p.name for p in run.iterdir()} >= {
-            "metrics.json", "summary.json", "params.yaml", "environment.json", "report.html", "report.ipynb", "status"}
+        missing = KEPT - {p.name for p in run.iterdir()}
+        assert not missing, run
         assert not external_loads((run / "report.html").read_text(encoding="utf-8"))
         assert (run / "report.html").stat().st_size < 3_000_000
 
@@ -203,15 +227,17 @@ def serve(site):
 
 @pytest.fixture
 def browser(serve):
-    "A page of a real browser, and what went wrong there: errors on the console, requests to other hosts, pictures that are not there."
+    "A page of a real browser, and what went wrong there: errors on the console, requests to other hosts."
     from playwright.sync_api import sync_playwright
     with sync_playwright() as playwright:
-        options = ["--no-sandbox"] if os.geteuid() == 0 else []
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=[*options, "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"])
+        options = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+        options += ["--no-sandbox"] if os.geteuid() == 0 else []
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
         page, wrong = started.new_page(viewport={"width": 380, "height": 800}), []
         page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda e: wrong.append(str(e)))
-        page.on("request", lambda r: wrong.append(r.url) if not r.url.startswith((serve, "data:", "blob:")) else None)
+        own = (serve, "data:", "blob:")
+        page.on("request", lambda r: None if r.url.startswith(own) else wrong.append(r.url))
         yield page, wrong
         started.close()
 
@@ -227,9 +253,17 @@ def test_a_browser_shows_every_page_on_a_phone_without_errors_or_other_hosts(ser
         page.goto(f"{serve}/{path}")
         assert page.locator("h1").first.is_visible(), path
         assert page.evaluate("document.documentElement.scrollWidth") <= 380, f"{path} is wider than a phone"
-        assert page.evaluate("[...document.images].filter(i => i.complete && !i.naturalWidth).length") == 0, f"{path} has a picture that does not load"
-        assert page.evaluate("[...document.images].filter(i => !i.alt).length") == 0, f"{path} has a picture without an alternative text"
+        broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).length"
+        assert page.evaluate(broken) == 0, f"{path} has a picture that does not load"
+        silent = "[...document.images].filter(i => !i.alt).length"
+        assert page.evaluate(silent) == 0, f"{path} has a picture without an alternative text"
     assert wrong == []
+
+
+LOOKED_AT = [
+    "index.html", "docs/start.html", "docs/concepts.html", "docs/claims.html", "docs/experiments.html",
+    "docs/kernels.html", "docs/tutorials/dsn.html", "docs/library/layers/perforation.html",
+    "docs/library/dendritic_kernels/attention.html"]
 
 
 @pytest.mark.browser
@@ -240,11 +274,12 @@ def test_pages_have_no_serious_accessibility_violation(serve, site, browser, mod
     page, _ = browser
     page.emulate_media(color_scheme=mode)
     report = min(str(p.relative_to(site)) for p in site.glob("docs/reports/*.html"))
-    for path in ["index.html", "docs/start.html", "docs/concepts.html", "docs/claims.html", "docs/experiments.html", "docs/kernels.html", "docs/tutorials/dsn.html", "docs/library/layers/perforation.html", "docs/library/dendritic_kernels/attention.html", report]:
+    for path in [*LOOKED_AT, report]:
         page.goto(f"{serve}/{path}")
         page.evaluate(axe)
         found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-        assert [(v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in ("serious", "critical")] == [], path
+        serious = [(v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in ("serious", "critical")]
+        assert serious == [], path
 
 
 @pytest.mark.browser

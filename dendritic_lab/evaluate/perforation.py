@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['decisions_of', 'measure_sparsity', 'droppable_masks', 'mask_agreement', 'measured_budgets', 'shuffled_budgets']
 
-# %% ../../nbs/evaluate/04_perforation.ipynb #cdd4a60e
+# %% ../../nbs/evaluate/04_perforation.ipynb #fd62c690
 from ..layers.blocks import block_pairs, droppable_blocks
 from ..layers.perforation import HeadBudgetAllocator
-from ..measure.modes import evaluating
+from ..measure import evaluating
 from ..models.perforated_bert import PerforatedBertPreTrainedModel
 
-# %% ../../nbs/evaluate/04_perforation.ipynb #2f910bc3
+# %% ../../nbs/evaluate/04_perforation.ipynb #711912f8
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from sklearn.metrics import cohen_kappa_score
 from torch import Tensor
 
-# %% ../../nbs/evaluate/04_perforation.ipynb #9878cc46
+# %% ../../nbs/evaluate/04_perforation.ipynb #fc1a7ff6
 def decisions_of(
     model: PerforatedBertPreTrainedModel,  # with the knobs that it has
     texts: Iterable[dict[str, Tensor]],  # batches; labels are not used
@@ -48,7 +48,7 @@ def measure_sparsity(
             entropy[i] -= (p * p.log2() + (1 - p) * (1 - p).log2()).sum().cpu(); count[i] += p.numel()
     return (1 - kept / blocks.clamp(min=1)).tolist(), (entropy / count.clamp(min=1)).tolist()
 
-# %% ../../nbs/evaluate/04_perforation.ipynb #9be9a697
+# %% ../../nbs/evaluate/04_perforation.ipynb #c9fafc69
 def droppable_masks(
     decisions: Sequence,  # the layers' decisions about one text
 ) -> np.ndarray | None:  # (layers, blocks up for decision in all heads) bool; None: there are none
@@ -65,7 +65,7 @@ def mask_agreement(
     if first is None or second is None or first.shape != second.shape: return float("nan")
     return float(np.mean([1.0 if (a == b).all() else cohen_kappa_score(a, b) for a, b in zip(first, second)]))
 
-# %% ../../nbs/evaluate/04_perforation.ipynb #5133d191
+# %% ../../nbs/evaluate/04_perforation.ipynb #453ae2d4
 def measured_budgets(
     model: PerforatedBertPreTrainedModel,
     train: Iterable[dict[str, Tensor]],  # batches with labels
@@ -89,7 +89,7 @@ def measured_budgets(
         model.zero_grad()
     return allocator.budgets(keep)
 
-# %% ../../nbs/evaluate/04_perforation.ipynb #ebae1121
+# %% ../../nbs/evaluate/04_perforation.ipynb #9ad49e4f
 def shuffled_budgets(budgets: Tensor, seed: int = 0) -> Tensor:
     "The same budgets for other heads, at random over layers and heads."
     order = torch.randperm(budgets.numel(), generator=torch.Generator().manual_seed(seed))

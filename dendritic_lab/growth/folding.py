@@ -66,16 +66,18 @@ class _Moments:
         varies = (yy - y.square() / self.count).sum()
         return map_[:-1].T, map_[-1], (missed / varies.clamp(min=1e-30)).sqrt().item()
 
-# %% ../../nbs/growth/04_folding.ipynb #776c7cf9
+# %% ../../nbs/growth/04_folding.ipynb #6e172c02
 def _solve(model: nn.Module, data: Iterable[dict | Tensor]) -> dict[str, tuple[Tensor, Tensor, float]]:
     "The nearest affine map of each layer's dendritic part, its offset and its residual."
     layers = {name: m for name, m in model.named_modules() if isinstance(m, DendriticLinear)}
     if not layers: raise ValueError(f"this {type(model).__name__} has no dendritic layers to fold")
-    moments = {name: _Moments() for name in layers}
+    moments, device = {name: _Moments() for name in layers}, next(model.parameters()).device
     hooks = [layer.register_forward_hook(moments[name].add) for name, layer in layers.items()]
     try:
         with evaluating(model):
-            for batch in data: model(**batch) if isinstance(batch, dict) else model(batch)
+            for batch in data:
+                if isinstance(batch, dict): model(**{name: value.to(device) for name, value in batch.items()})
+                else: model(batch.to(device))
     finally:
         for hook in hooks: hook.remove()
     for name, m in moments.items():
@@ -112,7 +114,7 @@ class Folding:
 @torch.no_grad()
 def fold(
     model: nn.Module,  # with `DendriticLinear` layers; stays as it is
-    calibration_data: Iterable[dict | Tensor],  # batches that the model is called with
+    calibration_data: Iterable[dict | Tensor],  # batches that the model is called with, on any device
     keep: int = 0,  # layers with the largest residual that stay dendritic
     evaluate: Callable[[nn.Module], float] | None = None,  # accuracy of a model, on data that are not the calibration's
 ) -> Folding:

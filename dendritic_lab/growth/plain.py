@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'identity', 'dendrite_layout', 'put_dendrites', 'grown_class', 'load_grown', 'is_grown',
-           'to_dendritic_linear', 'export', 'exported_param_count', 'grown_param_count']
+           'to_dendritic_linear', 'export', 'exported_param_count', 'grown_param_count', 'qwen_1_5b']
 
 # %% ../../nbs/growth/00_plain.ipynb #4c84ad65
 import functools
@@ -18,7 +18,7 @@ from ..layers.dendritic_linear import DendriticLinear
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 # %% ../../nbs/growth/00_plain.ipynb #12eddc83
 def identity(x: Tensor) -> Tensor: return x
@@ -34,7 +34,7 @@ def _activation_name(activation: Callable[[Tensor], Tensor]) -> str:
         if function is activation: return name
     raise ValueError(f"expected one of {', '.join(ACTIVATIONS)} as activation, got {activation!r}")
 
-# %% ../../nbs/growth/00_plain.ipynb #e4e525f3
+# %% ../../nbs/growth/00_plain.ipynb #b86d223e
 def dendrite_layout(model: nn.Module) -> dict[str, int]:
     "Name of every `DendriticLinear` in `model` and its number of dendrites."
     return {name: module.num_dendrites for name, module in model.named_modules() if isinstance(module, DendriticLinear)}
@@ -110,7 +110,7 @@ def to_dendritic_linear(layer: nn.Module) -> DendriticLinear:
     if k > 1: new.lateral_scale.copy_(torch.cat([dendrites.dendrites_to_dendrites[j] for j in range(1, k)]))
     return new
 
-# %% ../../nbs/growth/00_plain.ipynb #d279c301
+# %% ../../nbs/growth/00_plain.ipynb #9b8d3c12
 def export(
     model: nn.Module,  # from `growth_session`; changed in place
 ) -> nn.Module:
@@ -159,3 +159,10 @@ def grown_param_count(
         count += k * sum(p.numel() for p in own) + (k + k * (k - 1) // 2) * module.out_features
         count += sum(p.numel() for p in own if users[id(p)] > 1)
     return count
+
+# %% ../../nbs/growth/00_plain.ipynb #bcc0c31d
+def qwen_1_5b() -> PreTrainedModel:
+    "The founding document's example: Qwen2.5-1.5B with an output layer of its own, on the meta device."
+    config = Qwen2Config(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+                         num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=False)
+    with torch.device("meta"): return Qwen2ForCausalLM(config)

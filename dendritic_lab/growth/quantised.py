@@ -21,7 +21,7 @@ def _layers(model: nn.Module, skip: tuple[str, ...]) -> dict[str, nn.Module]:
     modules = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, DendriticLinear))}
     return {name: m for name, m in modules.items() if not (skip and name.startswith(skip))}
 
-# %% ../../nbs/growth/05_quantised.ipynb #97693676
+# %% ../../nbs/growth/05_quantised.ipynb #c092d31c
 def quantise(
     model: nn.Module,  # plain or exported; stays as it is
     bits: int = 8,  # 8: a scale for each row; 4: a scale for each group of `group_size` weights
@@ -47,7 +47,7 @@ def quantise(
     quantize_(quantised, config, filter_fn=lambda module, name: name in layers)
     return quantised.requires_grad_(False)
 
-# %% ../../nbs/growth/05_quantised.ipynb #6cf2893f
+# %% ../../nbs/growth/05_quantised.ipynb #173474a8
 def quantised_bytes(model: nn.Module, bits: int, group_size: int = 32, skip: tuple[str, ...] = ()) -> int:
     "What the parameters of `quantise(model, ...)` take when packed; with 32 bits, those of `model` as it is."
     total = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -57,13 +57,14 @@ def quantised_bytes(model: nn.Module, bits: int, group_size: int = 32, skip: tup
         total += rows * columns * bits // 8 + scales * size - rows * columns * size
     return total
 
-# %% ../../nbs/growth/05_quantised.ipynb #de4ea4a0
+# %% ../../nbs/growth/05_quantised.ipynb #71a8b6bf
 def quantisation_curve(
     model: nn.Module,  # plain or exported; stays as it is
     evaluate: Callable[[nn.Module], float],
-    bits: Iterable[int] = (32, 8, 4),  # 32: as it is
+    bits: Iterable[int] | None = None,  # 32: as it is; None: 32, and where torchao is installed 8 and 4
     skip: tuple[str, ...] = (),
 ) -> list[dict[str, float]]:  # bits, megabytes, score
     "What `evaluate` gives for the model at each width of its weights, and what the weights take."
+    if bits is None: bits = (32, 8, 4) if importlib.util.find_spec("torchao") else (32,)
     return [{"bits": n, "megabytes": quantised_bytes(model, n, skip=skip) / 1e6,
              "score": evaluate(model if n == 32 else quantise(model, n, skip=skip))} for n in bits]

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['STYLE', 'PAGE', 'FORMULA', 'CODE', 'WIDGET', 'NO_TEXT', 'LONG', 'external_loads', 'render_math', 'html_table', 'fold',
-           'rerun_command', 'place', 'answered_claims', 'all_figures', 'checkpoint_table', 'environment_tables',
-           'recorded', 'folded_code', 'without_widgets', 'reading_cells', 'failure_box', 'heading_before',
-           'with_descriptions', 'with_folded_tables', 'body_of', 'write_html']
+           'rerun_command', 'place', 'answered_claims', 'all_figures', 'checkpoint_table', 'data_rows',
+           'environment_tables', 'recorded', 'folded_code', 'without_widgets', 'reading_cells', 'failure_box',
+           'heading_before', 'with_descriptions', 'with_folded_tables', 'body_of', 'write_html']
 
 # %% ../../nbs/lab/04_report.ipynb #e792e9c8
 import html
@@ -121,7 +121,7 @@ def fold(title: str, content: str) -> str:
     "HTML that opens with a click."
     return f"<details><summary>{html.escape(title)}</summary>{content}</details>"
 
-# %% ../../nbs/lab/04_report.ipynb #4dccf464
+# %% ../../nbs/lab/04_report.ipynb #47b8a159
 def rerun_command(record: dict) -> str:  # the content of params.yaml
     "The command that runs an experiment again with the same parameters, whatever its profile says by then."
     def text(v):
@@ -132,7 +132,7 @@ def rerun_command(record: dict) -> str:  # the content of params.yaml
     words = [f"-p {quote(f'{name}={text(value)}')}" for name, value in record["parameters"].items()]
     return " ".join([f"dendritic-lab run {record['experiment']} --profile {record['profile']}", *words])
 
-# %% ../../nbs/lab/04_report.ipynb #d11a9e56
+# %% ../../nbs/lab/04_report.ipynb #3226cc2a
 def place(where: dict[str, str]) -> str:
     "With what a figure was measured: data, model, size."
     return ", ".join(f"{what} {value}" for what, value in where.items())
@@ -153,18 +153,25 @@ def all_figures(metrics: list[dict]) -> str:
     table = html_table(["figure", "measured", "interval over", "values", "with", "setting"], rows)
     return "<h2>All figures</h2>" + fold(f"{len(rows)} figures with intervals", table)
 
-# %% ../../nbs/lab/04_report.ipynb #49435842
+# %% ../../nbs/lab/04_report.ipynb #d637bc1f
 def checkpoint_table(checkpoints: list[dict]) -> str:
     "Checkpoints of other runs that a run used, as HTML; empty where it used none."
     columns = list(dict.fromkeys(name for c in checkpoints for name in c))
     rows = [[c.get(name, "") for name in columns] for c in checkpoints]
     return f"<p>This run used what other runs had trained:</p>{html_table(columns, rows)}" if rows else ""
 
-# %% ../../nbs/lab/04_report.ipynb #a5f636ef
+# %% ../../nbs/lab/04_report.ipynb #4a6cb475
+def data_rows(record: dict) -> list[list]:  # one of environment.json's data
+    "A data set's splits as rows of a table: name, source, split, rows, digest."
+    rows, digests = record["rows"], record["sha256"]
+    if isinstance(rows, int): rows, digests = {"": rows}, {"": digests}
+    name = record.get("data", record["name"])
+    return [[name, record["source"], split, f"{n:,}", digests.get(split, "")] for split, n in rows.items()]
+
+# %% ../../nbs/lab/04_report.ipynb #5b0ee049
 def environment_tables(environment: dict) -> str:  # the content of environment.json
     "Data, machine, code and packages of a run as HTML."
-    data = [[d.get("data", ""), d.get("source", ""), split, f"{rows:,}", d.get("sha256", {}).get(split, "")]
-            for d in environment.get("data", []) for split, rows in d.get("rows", {}).items()]
+    data = [row for record in environment.get("data", []) for row in data_rows(record)]
     machine, git = environment["hardware"], environment.get("git") or {}
     packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
     dirty = " with uncommitted changes" if git.get("dirty") else ""
@@ -181,7 +188,7 @@ def environment_tables(environment: dict) -> str:  # the content of environment.
         checkpoint_table(environment.get("checkpoints", [])), html_table(["", "this run"], about),
         fold(f"{len(environment['packages'])} packages", f"<p>{html.escape(packages)}</p>")])
 
-# %% ../../nbs/lab/04_report.ipynb #640dded9
+# %% ../../nbs/lab/04_report.ipynb #a3ed076b
 def recorded(folder: Path) -> str:
     "What a run's folder says about it, as HTML; parts whose files are missing are left out."
     read = lambda name: (folder / name).read_text(encoding="utf-8") if (folder / name).exists() else ""
@@ -201,7 +208,7 @@ def folded_code(source: str) -> str:
     "Code as a folded piece of Markdown."
     return "<details><summary>Code</summary><pre>" + html.escape(source).replace("\n", "&#10;") + "</pre></details>"
 
-# %% ../../nbs/lab/04_report.ipynb #974d27a4
+# %% ../../nbs/lab/04_report.ipynb #5e21e278
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -232,7 +239,7 @@ def reading_cells(cells: list) -> list:
     fold_code()
     return shown
 
-# %% ../../nbs/lab/04_report.ipynb #1f3ae205
+# %% ../../nbs/lab/04_report.ipynb #324c6029
 def failure_box(cells: list, reason: str = "") -> str:  # reason: why a run failed, where no cell says it
     "What went wrong, as HTML: the first error of an executed notebook, or else `reason`; empty where there is neither."
     errors = [(i, o) for i, cell in enumerate(cells, 1) for o in cell.get("outputs", []) if o.output_type == "error"]
@@ -241,7 +248,7 @@ def failure_box(cells: list, reason: str = "") -> str:  # reason: why a run fail
     said = f"<summary>This run failed</summary><p><strong>{html.escape(reason)}</strong></p>"
     return f'<details class="failure" open>{said}</details>'
 
-# %% ../../nbs/lab/04_report.ipynb #e13a7f6c
+# %% ../../nbs/lab/04_report.ipynb #f059cb74
 NO_TEXT = 'alt="No description has been provided for this image"'
 LONG = 12  # rows of a table that is shown at once
 
@@ -265,7 +272,7 @@ def with_folded_tables(body: str) -> str:
         return fold(f"Table of {rows} rows", found[0]) if rows > LONG else found[0]
     return re.sub(r"<table.*?</table>", fold_long, body, flags=re.DOTALL)
 
-# %% ../../nbs/lab/04_report.ipynb #3dd1372a
+# %% ../../nbs/lab/04_report.ipynb #fd400af7
 def body_of(notebook) -> str:
     "The body of a page from an executed notebook."
     from nbconvert import HTMLExporter

@@ -6,7 +6,7 @@
 __all__ = ['valid_blocks', 'pool_blocks', 'pool_text', 'block_pairs', 'constrain_blocks', 'droppable_blocks', 'block_sparsity',
            'row_shares', 'top_blocks']
 
-# %% ../../nbs/layers/01_blocks.ipynb #14bbee09
+# %% ../../nbs/layers/01_blocks.ipynb #2bc35498
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,7 +37,7 @@ def pool_blocks(
     largest, smallest = x.masked_fill(~mask, -torch.inf).amax(2), x.masked_fill(~mask, torch.inf).amin(2)
     return mean, largest.masked_fill(empty, 0), smallest.masked_fill(empty, 0)
 
-# %% ../../nbs/layers/01_blocks.ipynb #66211ca6
+# %% ../../nbs/layers/01_blocks.ipynb #f4fb45d2
 def pool_text(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:  # (batch, seq, dim), (batch, seq) -> (batch, dim) each
     "Mean and maximum over all tokens of each text."
     mean, largest, _ = pool_blocks(x, mask, max(1, x.shape[1]))
@@ -64,14 +64,14 @@ def droppable_blocks(valid: Tensor) -> Tensor:  # (batch, blocks) -> (batch, 1, 
     pairs = block_pairs(valid)
     return pairs & ~constrain_blocks(torch.zeros_like(pairs), valid)
 
-# %% ../../nbs/layers/01_blocks.ipynb #3729b9ba
+# %% ../../nbs/layers/01_blocks.ipynb #77d7df29
 def block_sparsity(kept: Tensor, valid: Tensor) -> Tensor:  # (batch, heads, blocks, blocks), (batch, blocks) -> scalar
     "Share of valid blocks that are dropped; 0 where there is none."
     total = block_pairs(valid).sum() * kept.shape[1]
     if not total: return kept.new_zeros((), dtype=torch.float32)
     return 1 - (kept & block_pairs(valid)).sum() / total
 
-# %% ../../nbs/layers/01_blocks.ipynb #e7284c1d
+# %% ../../nbs/layers/01_blocks.ipynb #d67f9886
 def row_shares(
     logits: Tensor,  # (batch, heads, blocks, blocks)
     valid: Tensor,  # (batch, blocks)

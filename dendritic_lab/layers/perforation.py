@@ -8,7 +8,7 @@ __all__ = ['BlockImportanceScorer', 'AdaptiveThreshold', 'gumbel_sigmoid', 'Head
            'valid_blocks', 'SparsityController', 'SparsitySchedule', 'TemperatureSchedule', 'TokenPerforation',
            'gather_tokens']
 
-# %% ../../nbs/layers/01_perforation.ipynb #c1923e3f
+# %% ../../nbs/layers/01_perforation.ipynb #3d86e2cf
 from .blocks import (
     block_sparsity, constrain_blocks, droppable_blocks, pool_blocks, pool_text, row_shares, top_blocks, valid_blocks)
 from .sparsity_control import SparsityController, SparsitySchedule, TemperatureSchedule
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# %% ../../nbs/layers/01_perforation.ipynb #cd62857c
+# %% ../../nbs/layers/01_perforation.ipynb #fc2c49f1
 _all_ = ["block_sparsity", "constrain_blocks", "droppable_blocks", "pool_blocks", "pool_text", "top_blocks",
          "valid_blocks", "SparsityController", "SparsitySchedule", "TemperatureSchedule", "TokenPerforation",
          "gather_tokens"]

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['TemperatureSchedule', 'SparsitySchedule', 'SparsityController']
 
-# %% ../../nbs/layers/01_sparsity_control.ipynb #2d57044e
+# %% ../../nbs/layers/01_sparsity_control.ipynb #da2562c4
 from .blocks import block_pairs, block_sparsity, constrain_blocks, droppable_blocks
 
-# %% ../../nbs/layers/01_sparsity_control.ipynb #7846f2ce
+# %% ../../nbs/layers/01_sparsity_control.ipynb #57e3ace4
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

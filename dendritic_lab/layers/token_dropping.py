@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['TokenPerforation', 'gather_tokens']
 
-# %% ../../nbs/layers/01_token_dropping.ipynb #187364b3
+# %% ../../nbs/layers/01_token_dropping.ipynb #74ee52bf
 from .blocks import pool_blocks, valid_blocks
 
-# %% ../../nbs/layers/01_token_dropping.ipynb #9900909e
+# %% ../../nbs/layers/01_token_dropping.ipynb #0e5baa6f
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -60,9 +60,9 @@ def merge_tokens(
     size: Tensor,  # (batch, tokens) patches that each token stands for
     count: int,  # tokens to merge away, at most half of those besides CLS
 ) -> tuple[Tensor, Tensor, Tensor]:  # (batch, tokens - count, dim), (batch, tokens - count), (batch, tokens)
-    """Means of what is merged, their sizes, and where each token is then. 
+    """Means of what is merged, their sizes, and where each token is then: bipartite soft matching.
 
-    Bipartite soft matching. Source: Bolya et al. 2023, section 3. Raises `ValueError` for a count that pairs cannot give.
+    Raises `ValueError` for a count that pairs cannot give. Source: Bolya et al. 2023, section 3.
     """
     first, second = x.shape[1] // 2 + x.shape[1] % 2, x.shape[1] // 2  # CLS at position 0 is of the first set
     if not 0 <= count <= first - 1 or (count and not second):
@@ -95,7 +95,7 @@ def _targets(merged: Tensor, kept: Tensor, partner: Tensor, tokens: int) -> Tens
 
 # %% ../../nbs/layers/09_token_reduction.ipynb #a36b8999
 class ToMeGate(Gate):
-    "Merges the most similar pairs. Raises `ValueError` for a keep ratio that pairs cannot reach. Source: Bolya et al. 2023."
+    "Merges the most similar pairs. Raises `ValueError` for a ratio below a half. Source: Bolya et al. 2023."
     reads_attention = True
 
     def __init__(self, keep_ratio: float):
@@ -126,7 +126,8 @@ class TokenPredictor(nn.Module):
         if dim < 4: raise ValueError(f"dim must be at least 4, got {dim}")
         half, quarter = dim // 2, dim // 4
         self.inner = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU())
-        self.head = nn.Sequential(nn.Linear(2 * half, half), nn.GELU(), nn.Linear(half, quarter), nn.GELU(), nn.Linear(quarter, 2))
+        steps = nn.Linear(2 * half, half), nn.GELU(), nn.Linear(half, quarter), nn.GELU(), nn.Linear(quarter, 2)
+        self.head = nn.Sequential(*steps)
 
     def forward(self,
         x: Tensor,  # (batch, tokens, dim)
@@ -144,7 +145,7 @@ class TokenPredictor(nn.Module):
 
 # %% ../../nbs/layers/09_token_reduction.ipynb #bb92be9c
 class DynamicViTGate(Gate):
-    "Keeps what a predictor finds probable; in training it draws, and a penalty holds the share. Source: Rao et al. 2021."
+    "Keeps what a predictor finds probable; in training it draws, and a penalty holds the share (Rao et al. 2021)."
 
     def __init__(self,
         width: int,

@@ -71,7 +71,10 @@ def keep_ratio_loss(
     return (mask[:, 1:].sum() / total - keep_ratio).square()
 
 # %% ../../nbs/layers/06_token_selection.ipynb #98251406
-def top_k_positions(logits: Tensor, count: int) -> Tensor:  # (batch, tokens), CLS first -> (batch, 1 + count), CLS first
+def top_k_positions(
+    logits: Tensor,  # (batch, tokens), CLS first
+    count: int,  # to keep besides CLS
+) -> Tensor:  # (batch, 1 + count)
     "Positions of CLS and of the `count` largest of the other logits, best first."
     best = logits[:, 1:].topk(count, dim=1).indices + 1
     return torch.cat([torch.zeros_like(best[:, :1]), best], 1)

@@ -102,8 +102,8 @@ def merged_positions(position: Tensor, target: Tensor, tokens: int) -> Tensor:
 class Gate(nn.Module):
     """Stands before a block: `forward(tokens, masked)` -> tokens. With `masked` it drops by mask, otherwise for real.
 
-    Whatever drops, leaves `remaining(candidates)` tokens besides CLS, a fused one among them, so that all cost later blocks the same.
-    Raises `ValueError` for a keep ratio that is not above 0 and at most 1.
+    Whatever drops, leaves `remaining(candidates)` tokens besides CLS, a fused one among them, so that later blocks cost
+    the same. Raises `ValueError` for a keep ratio that is not above 0 and at most 1.
     """
     reads_attention = False  # whether it wants queries and keys of the block before
 
@@ -126,5 +126,5 @@ class Gate(nn.Module):
         heads: int,
         state_dim: int,  # of the state that tokens bring, 0 for none
     ) -> dict[str, int]:
-        "Operations for one image by part, as fvcore counts them: 1 to a multiply-accumulate, 5 to an element of a norm."
+        "Operations for one image by part, as fvcore counts them: 1 to a multiply-accumulate, 5 to a norm's element."
         return {}

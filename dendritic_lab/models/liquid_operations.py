@@ -10,7 +10,7 @@ from .liquid_vit import LiquidViT, LiquidViTConfig
 
 # %% ../../nbs/models/11_liquid_operations.ipynb #d866dbbe
 def operations(model: LiquidViT) -> dict[str, int]:
-    "Operations for one image, by part, as fvcore counts them. Raises `ValueError` where the input decides their number."
+    "Operations for one image, by part, as fvcore counts them. Raises `ValueError` where the input decides."
     c, counts, gates = model.config, model.token_counts(), model.gate_before
     d, tokens, state_dim = c.width, 1 + c.patches, 0
     parts = {"stem": stem_operations(c), "linear": d * c.classes, "attention": 0, "norm": 5 * d * counts[-1]}

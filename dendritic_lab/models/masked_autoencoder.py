@@ -32,7 +32,7 @@ def from_patches(patches: Tensor, size: int) -> Tensor:  # the other way, for sq
 class MaskedAutoencoder(nn.Module):
     """`(pixel_values)` -> loss, and logits of shape (batch, patches, pixels of a patch).
 
-    Raises `ValueError` for a convolutional stem, whose tokens see their neighbours, and where all or no patches are masked.
+    Raises `ValueError` for a convolutional stem, whose tokens see their neighbours, and for all or no patches masked.
     """
 
     def __init__(self,

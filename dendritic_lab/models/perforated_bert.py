@@ -25,7 +25,7 @@ from transformers import (
 from transformers.modeling_outputs import ModelOutput
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertOnlyMLMHead, BertPooler, BertPreTrainedModel
 
-# %% ../../nbs/models/02_perforated_bert.ipynb #0be68eee
+# %% ../../nbs/models/02_perforated_bert.ipynb #c712f9b7
 def family_settings(source: PreTrainedConfig) -> dict:
     "Fields for a `PerforatedBertConfig`, from a checkpoint's. Raises `ValueError` outside the BERT family."
     kind = source.model_type
@@ -93,6 +93,11 @@ class PerforatedBertPreTrainedModel(BertPreTrainedModel):
             raise ValueError(f"keep_ratio must be above 0 and at most 1, or None, got {keep_ratio}")
         self.config.keep_ratio = keep_ratio
 
+    def set_knobs(self, sparsity: float | None, keep_ratio: float | None) -> "PerforatedBertPreTrainedModel":
+        "Both at once; returns the model."
+        self.set_sparsity(sparsity); self.set_keep_ratio(keep_ratio)
+        return self
+
     def set_training_mode(self, temperature: float, soft_tokens: bool):
         "How decisions are drawn while training: `soft_tokens` dims tokens, else they are dropped as in inference."
         self.base_model.temperature, self.base_model.soft_tokens = temperature, soft_tokens
@@ -129,7 +134,7 @@ def put_back(
     target = torch.where(mask & (places >= 0), places, seq)[..., None].expand_as(x)
     return F.pad(base, (0, 0, 0, 1)).scatter(1, target, x)[:, :seq]
 
-# %% ../../nbs/models/02_perforated_bert.ipynb #3549242e
+# %% ../../nbs/models/02_perforated_bert.ipynb #de887650
 @dataclass
 class PerforatedOutput(ModelOutput):
     "Like transformers' outputs, with the layers' decisions where they were asked for."
@@ -269,14 +274,14 @@ class PerforatedBertForMaskedLM(PerforatedBertPreTrainedModel):
         if labels is not None: out.loss = F.cross_entropy(out.logits.flatten(0, 1).float(), labels.flatten())
         return out
 
-# %% ../../nbs/models/02_perforated_bert.ipynb #73a65c7b
+# %% ../../nbs/models/02_perforated_bert.ipynb #287d7ba8
 AutoConfig.register("perforated_bert", PerforatedBertConfig, exist_ok=True)
 AutoModel.register(PerforatedBertConfig, PerforatedBertModel, exist_ok=True)
 AutoModelForMaskedLM.register(PerforatedBertConfig, PerforatedBertForMaskedLM, exist_ok=True)
 AutoModelForSequenceClassification.register(
     PerforatedBertConfig, PerforatedBertForSequenceClassification, exist_ok=True)
 
-# %% ../../nbs/models/02_perforated_bert.ipynb #082b230d
+# %% ../../nbs/models/02_perforated_bert.ipynb #e6c58688
 def __getattr__(name: str):
     if name not in ("PerforatedEngine", "pack_rows", "packed_states"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

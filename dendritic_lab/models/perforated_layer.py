@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Knobs', 'LayerDecision', 'PerforatedBertLayer']
 
-# %% ../../nbs/models/02_perforated_layer.ipynb #e7271c7a
+# %% ../../nbs/models/02_perforated_layer.ipynb #b25744cd
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertLayer
 
-# %% ../../nbs/models/02_perforated_layer.ipynb #3ead9f6a
+# %% ../../nbs/models/02_perforated_layer.ipynb #dbfbfe27
 from ..layers.blocks import (
     block_pairs, block_sparsity, constrain_blocks, droppable_blocks, top_blocks, valid_blocks)
 from ..layers.perforation import AdaptiveThreshold, BlockImportanceScorer, gumbel_sigmoid

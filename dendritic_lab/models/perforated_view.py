@@ -6,7 +6,7 @@
 __all__ = ['decisions_about', 'depth', 'shaded', 'kept_figure', 'explore']
 
 # %% ../../nbs/models/04_perforated_view.ipynb #1b5dc1be
-from ..measure.modes import evaluating
+from ..measure import evaluating
 from .perforated_bert import PerforatedBertPreTrainedModel
 from .perforated_layer import LayerDecision
 
@@ -36,7 +36,7 @@ def depth(decisions: tuple[LayerDecision, ...], text: int = 0) -> Tensor:  # (to
     "How many layers pass each token of a text on."
     return torch.stack([d.tokens[text] for d in decisions]).sum(0)
 
-# %% ../../nbs/models/04_perforated_view.ipynb #ae1479e3
+# %% ../../nbs/models/04_perforated_view.ipynb #76c6f451
 def shaded(tokens: list[str], decisions: tuple[LayerDecision, ...]) -> str:  # HTML
     "The text, darker where a token gets further."
     layers, words = len(decisions), []

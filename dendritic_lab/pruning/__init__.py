@@ -2,6 +2,7 @@
 
 from .masks import (
     ActiveWeights, Sparsity, active_weights, apply_masks, check_masks, load_masks, make_masks, save_masks, sparsity)
+from .recovery import METHODS, prune_units, prune_weights
 from .scores import magnitude_scores, prunable_weights, random_scores, wanda_scores
 from .structured import shrink
 from .unit_scores import (

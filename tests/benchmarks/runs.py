@@ -22,20 +22,27 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 LAB = [sys.executable, "-c", "from dendritic_lab.cli import main; main()"]
-DIRECT = "import sys, nbformat; from nbclient import NotebookClient; NotebookClient(nbformat.read(sys.argv[1], 4), kernel_name='python3').execute()"
+DIRECT = """import sys, nbformat
+from nbclient import NotebookClient
+NotebookClient(nbformat.read(sys.argv[1], 4), kernel_name='python3').execute()"""
 RECORD = """import json, os, pathlib, time
 time.sleep(seconds)
-metric = {"name": "tiny.seed", "value": seed, "unit": "count", "values": [seed], "seeds": [], "interval": None, "confidence": None, "claims": [], "setting": ""}
-_ = pathlib.Path(os.environ.get("DENDRITIC_LAB_RUN", "."), "metrics.json").write_text(json.dumps({"schema": 1, "experiment": "tiny", "metrics": [metric], "data": []}))"""
+metric = {"name": "tiny.seed", "value": seed, "unit": "count", "values": [seed], "seeds": [], "interval": None,
+          "confidence": 0.95, "basis": "one value", "null": None, "claims": [], "where": {}, "setting": "",
+          "headline": False}
+content = {"schema": 2, "experiment": "tiny", "metrics": [metric], "data": []}
+_ = pathlib.Path(os.environ.get("DENDRITIC_LAB_RUN", "."), "metrics.json").write_text(json.dumps(content))"""
 
 
 def make_checkout(folder: Path, seconds: float):
     "A checkout with the experiment `tiny`."
-    parameters = new_code_cell(f"seed: int = 0  # of what is random\nseconds: float = {seconds}  # to sleep", metadata={"tags": ["parameters"]})
+    lines = f"seed: int = 0  # of what is random\nseconds: float = {seconds}  # to sleep"
+    parameters = new_code_cell(lines, metadata={"tags": ["parameters"]})
     kernel = {"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}}
     (folder / "nbs/experiments").mkdir(parents=True)
     (folder / "settings.ini").touch()
-    nbformat.write(new_notebook(cells=[new_markdown_cell("# Tiny\n\n> What does it cost?"), parameters, new_code_cell(RECORD)], metadata=kernel), folder / "nbs/experiments/tiny.ipynb")
+    cells = [new_markdown_cell("# Tiny\n\n> What does it cost?"), parameters, new_code_cell(RECORD)]
+    nbformat.write(new_notebook(cells=cells, metadata=kernel), folder / "nbs/experiments/tiny.ipynb")
 
 
 def timed(command: list[str], folder: Path) -> float:
@@ -47,12 +54,15 @@ def timed(command: list[str], folder: Path) -> float:
 
 def overhead(folder: Path, rounds: int) -> dict:
     "A run's process against one that only executes the notebook, in turns."
-    pairs = [(timed([*LAB, "run", "tiny", "--profile", "smoke"], folder), timed([sys.executable, "-c", DIRECT, "nbs/experiments/tiny.ipynb"], folder)) for _ in range(rounds)]
-    return {"run_seconds": [a for a, _ in pairs], "direct_seconds": [b for _, b in pairs], "overhead_seconds": statistics.median(a - b for a, b in pairs)}
+    run = [*LAB, "run", "tiny", "--profile", "smoke"]
+    direct = [sys.executable, "-c", DIRECT, "nbs/experiments/tiny.ipynb"]
+    pairs = [(timed(run, folder), timed(direct, folder)) for _ in range(rounds)]
+    return {"run_seconds": [a for a, _ in pairs], "direct_seconds": [b for _, b in pairs],
+            "overhead_seconds": statistics.median(a - b for a, b in pairs)}
 
 
-def journal_seconds(folder: Path, name: str) -> tuple[float, list[float]]:  # the whole, and each run but a worker's first
-    "Durations from a batch's journal."
+def journal_seconds(folder: Path, name: str) -> tuple[float, list[float]]:
+    "Seconds of a batch, and of each of its runs but a worker's first, from its journal."
     journal, = folder.glob(f"outputs/batches/{name}-*/events.jsonl")
     events = [json.loads(line) for line in journal.read_text().splitlines()]
     started = {e["identity"]: e["time"] for e in events if e["event"] == "started"}
@@ -64,12 +74,15 @@ def batches(folder: Path, runs: int, workers: int, seconds: float) -> dict:
     "One worker for a tenth of the runs, then all runs on all workers."
     few = max(3, runs // 10)
     (folder / "alone.yaml").write_text(f"experiments: tiny\nprofiles: smoke\nseeds: {few}\n")
-    (folder / "many.yaml").write_text(f"experiments: tiny\nprofiles: smoke\nlist: [{{seconds: {seconds}}}]\nseeds: {list(range(1000, 1000 + runs))}\n")
+    seeds = list(range(1000, 1000 + runs))
+    many = f"experiments: tiny\nprofiles: smoke\nlist: [{{seconds: {seconds}}}]\nseeds: {seeds}\n"
+    (folder / "many.yaml").write_text(many)
     timed([*LAB, "batch", "alone.yaml", "--workers", "1"], folder)
     timed([*LAB, "batch", "many.yaml", "--workers", str(workers)], folder)
-    alone, whole = statistics.median(journal_seconds(folder, "alone")[1]), journal_seconds(folder, "many")[0]
+    alone, batch = statistics.median(journal_seconds(folder, "alone")[1]), journal_seconds(folder, "many")[0]
     ideal = alone * runs / workers
-    return {"runs": runs, "workers": workers, "one_run_seconds": alone, "ideal_seconds": ideal, "batch_seconds": whole, "ratio": whole / ideal}
+    return {"runs": runs, "workers": workers, "one_run_seconds": alone, "ideal_seconds": ideal, "batch_seconds": batch,
+            "ratio": batch / ideal}
 
 
 def main():
@@ -83,7 +96,9 @@ def main():
     from dendritic_lab.lab.environment import describe_hardware
     with tempfile.TemporaryDirectory() as folder:
         make_checkout(Path(folder), given.seconds)
-        result = {"hardware": describe_hardware(), "load_before": os.getloadavg()[0], "run": overhead(Path(folder), given.rounds), "batch": batches(Path(folder), given.runs, given.workers, given.seconds)}
+        result = {"hardware": describe_hardware(), "load_before": os.getloadavg()[0],
+                  "run": overhead(Path(folder), given.rounds),
+                  "batch": batches(Path(folder), given.runs, given.workers, given.seconds)}
     given.out.write_text(json.dumps(result, indent=1))
     print(json.dumps(result["run"] | result["batch"], indent=1))
 
