@@ -36,7 +36,7 @@ serve: docs  ## build the site and serve it on this machine, port 8000
 kernels: install  ## build the C++ extension of the attention kernels ahead of its first use
 	$(BIN)/python -m dendritic_kernels
 
-readme: install  ## write the results table of README from outputs/reference
+readme: install  ## write the tables of the READMEs from outputs/reference
 	$(BIN)/dendritic-lab stage --readme
 
 export: install  ## clean the notebooks and write the library from them

@@ -19,7 +19,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from dendritic_lab.training import fit
-folder, first = Path(sys.argv[1]), os.environ.get("RANK", "0") == "0"
+folder, rank = Path(sys.argv[1]), os.environ.get("RANK", "0")
+first = rank == "0"
+figures = lambda done, name: [r[name] for r in done.history]
+flat = lambda parameters: torch.cat([p.detach().flatten() for p in parameters]).tolist()
+def say(name, **content): (folder / f"{name}.json").write_text(json.dumps(content))
 """
 PLAIN = COMMON + """
 torch.manual_seed(0)
@@ -34,22 +38,29 @@ def evaluate(m):
         if os.environ["STOP"] == "kill": os.kill(os.getpid(), 9)
         sys.exit(7)
     return {"error": float(loss(m, {"x": x, "y": x[:, :2].sum(1)}))}
-done = fit(model, DataLoader(rows, 8, shuffle=True), loss=loss, evaluate=evaluate, monitor="error", maximize=False, epochs=3, lr=0.02, seed=3, checkpoint=folder / "checkpoint", cpu=True, shard="SHARD" in os.environ)
-if first: (folder / "result.json").write_text(json.dumps({"losses": [r["loss"] for r in done.history], "errors": [r["error"] for r in done.history], "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()}))
+done = fit(model, DataLoader(rows, 8, shuffle=True), loss=loss, evaluate=evaluate, monitor="error", maximize=False,
+           epochs=3, lr=0.02, seed=3, checkpoint=folder / "checkpoint", cpu=True, shard="SHARD" in os.environ)
+if first: say("result", losses=figures(done, "loss"), errors=figures(done, "error"), weights=flat(model.parameters()))
 """
 PERFORATED = PLAIN + """
 from dendritic_lab.models import perforated_layer
 from dendritic_lab.models.perforated_bert import PerforatedBertConfig, PerforatedBertForSequenceClassification
 from dendritic_lab.training.phases import perforate
-draw = perforated_layer.gumbel_sigmoid   # without noise: each process draws its own, so it cannot be that of one process
+# Without noise: each process draws its own, so it cannot be that of one process.
+draw = perforated_layer.gumbel_sigmoid
 perforated_layer.gumbel_sigmoid = lambda logits, temperature, training: draw(logits, temperature, training=False)
 torch.manual_seed(0)
-config = PerforatedBertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, max_position_embeddings=32, block_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2)
+config = PerforatedBertConfig(
+    vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+    max_position_embeddings=32, block_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2)
 model = PerforatedBertForSequenceClassification(config)
 ids = torch.randint(1, 50, (16, 32))
 rows = [{"input_ids": i, "attention_mask": torch.ones(32, dtype=torch.long), "labels": i[0] % 2} for i in ids]
-done = perforate(model, DataLoader(rows, 8, shuffle=True), sparsity=0.4, keep_ratio=0.5, lr=1e-3, scorer_lr=1e-2, cpu=True)
-if first: (folder / "perforated.json").write_text(json.dumps({"losses": [r["loss"] for f in done.values() for r in f.history], "weights": torch.cat([p.detach().flatten() for p in [*model.parameters(), model.base_model.controller.offsets]]).tolist()}))
+rates = {"lr": 1e-3, "scorer_lr": 1e-2}
+done = perforate(model, DataLoader(rows, 8, shuffle=True), sparsity=0.4, keep_ratio=0.5, cpu=True, **rates)
+if first:
+    losses = [loss for phase in done.values() for loss in figures(phase, "loss")]
+    say("perforated", losses=losses, weights=flat([*model.parameters(), model.base_model.controller.offsets]))
 """
 GROWN = COMMON + """
 from types import SimpleNamespace
@@ -69,23 +80,34 @@ rows = [{"x": a, "labels": b} for a, b in zip(x, labels)]
 torch.manual_seed(1)
 model = Small()
 score = lambda m: {"loss": F.cross_entropy(m(x).logits, labels).item()}
-with growth_session(folder / "growth", GrowthConfig(switch_mode="fixed", fixed_switch_num=2, maximizing_score=False, library={"retain_all_dendrites": True})) as session:
-    done = fit(session.perforate(model), DataLoader(rows, 8, shuffle=True), epochs=6, lr=0.02, schedule="constant", seed=3, cpu=True, growth=session, evaluate=score, monitor="loss", maximize=False)
+config = GrowthConfig(switch_mode="fixed", fixed_switch_num=2, maximizing_score=False,
+                      library={"retain_all_dendrites": True})
+with growth_session(folder / "growth", config) as session:
+    done = fit(session.perforate(model), DataLoader(rows, 8, shuffle=True), epochs=6, lr=0.02, schedule="constant",
+               seed=3, cpu=True, growth=session, evaluate=score, monitor="loss", maximize=False)
 export(model)
 weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
-(folder / f"grown{os.environ.get('RANK', '0')}.json").write_text(json.dumps({"losses": [r["loss"] for r in done.history], "scores": [r["validation_loss"] for r in done.history], "dendrites": [r["dendrites"] for r in done.history], "weights": weights}))
+content = {"losses": figures(done, "loss"), "scores": figures(done, "validation_loss"),
+           "dendrites": figures(done, "dendrites"), "weights": weights}
+(folder / f"grown{rank}.json").write_text(json.dumps(content))
 (folder / "result.json").write_text("{}")
 """
 LIQUID = COMMON + """
 from dendritic_lab.models.liquid_vit import LiquidViT, LiquidViTConfig
 torch.manual_seed(0)
-model = LiquidViT(LiquidViTConfig(image_size=16, width=16, heads=2, depth=3, gate_layers=(1, 2), gate_dim=4, state_dim=4, diversity_weight=0.0))   # the loss for diversity is not a mean over images
+config = LiquidViTConfig(
+    image_size=16, width=16, heads=2, depth=3, gate_layers=(1, 2), gate_dim=4, state_dim=4,
+    diversity_weight=0.0)  # the loss for diversity is not a mean over images
+model = LiquidViT(config)
 if not first: nn.init.zeros_(model.head.weight)   # the first process's weights are everyone's
 rows = [{"pixel_values": torch.randn(3, 16, 16), "labels": torch.tensor(i % 10)} for i in range(16)]
 every = {k: torch.stack([r[k] for r in rows]) for k in rows[0]}
 evaluate = lambda m: {"error": float(m(**every).loss)}
-done = fit(model, DataLoader(rows, 8, shuffle=True), evaluate=evaluate, monitor="error", maximize=False, epochs=3, lr=0.01, seed=3, cpu=True, shard="SHARD" in os.environ)
-if first: (folder / "result.json").write_text(json.dumps({"losses": [r["loss"] for r in done.history], "errors": [r["error"] for r in done.history], "after": evaluate(model)["error"], "best": min(r["error"] for r in done.history)}))
+done = fit(model, DataLoader(rows, 8, shuffle=True), evaluate=evaluate, monitor="error", maximize=False, epochs=3,
+           lr=0.01, seed=3, cpu=True, shard="SHARD" in os.environ)
+if first:
+    errors, after = figures(done, "error"), evaluate(model)["error"]
+    say("result", losses=figures(done, "loss"), errors=errors, after=after, best=min(errors))
 """
 
 
@@ -99,9 +121,14 @@ def run(code: str, folder: Path, processes: int, expected: int = 0, **environmen
     "What `fit` gave to the first of the processes."
     folder.mkdir(exist_ok=True)
     port = free_port()
-    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | environment
-    group = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    started = [subprocess.Popen([sys.executable, "-c", code, str(folder)], env=variables | (group | {"RANK": str(i), "LOCAL_RANK": str(i)} if processes > 1 else {}), stderr=subprocess.PIPE, text=True) for i in range(processes)]
+    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | environment
+    group = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    place = lambda i: group | {"RANK": str(i), "LOCAL_RANK": str(i)} if processes > 1 else {}
+    command = [sys.executable, "-c", code, str(folder)]
+    started = [subprocess.Popen(command, env=variables | place(i), stderr=subprocess.PIPE, text=True)
+               for i in range(processes)]
     said = [p.communicate(timeout=240)[1] for p in started]
     assert {p.returncode for p in started} == {expected}, "\n".join(said)
     return json.loads((folder / "result.json").read_text()) if not expected else {}
@@ -130,7 +157,8 @@ def test_two_processes_are_one_at_the_same_global_batch(tmp_path, alone):
 def test_dendrites_grow_alike_in_two_processes(tmp_path):
     run(GROWN, tmp_path / "alone", 1)
     run(GROWN, tmp_path / "both", 2)
-    one, first, second = (json.loads((tmp_path / name).read_text()) for name in ("alone/grown0.json", "both/grown0.json", "both/grown1.json"))
+    names = ("alone/grown0.json", "both/grown0.json", "both/grown1.json")
+    one, first, second = (json.loads((tmp_path / name).read_text()) for name in names)
     assert max(one["dendrites"]) == 2 and one["dendrites"] == first["dendrites"]
     assert first["weights"] == second["weights"]
     close(one, first, 1e-4)
@@ -152,7 +180,9 @@ def test_a_model_of_layers_and_gates_is_spread(tmp_path):
 
 
 def test_a_notebook_launches_two_processes(tmp_path, alone):
-    launch = f"from accelerate import notebook_launcher\ndef train(): exec({PLAIN!r}, {{}})\nnotebook_launcher(train, num_processes=2, use_port='{free_port()}')"
+    launch = f"""from accelerate import notebook_launcher
+def train(): exec({PLAIN!r}, {{}})
+notebook_launcher(train, num_processes=2, use_port='{free_port()}')"""
     close(json.loads((alone / "result.json").read_text()), run(launch, tmp_path, 1, ACCELERATE_USE_CPU="true"))
 
 

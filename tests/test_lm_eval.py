@@ -12,11 +12,11 @@ import torch
 import yaml
 
 from dendritic_lab.data.language import text_tokenizer
-from dendritic_lab.data.questions import score
+from dendritic_lab.evaluate.questions import score
 from dendritic_lab.models.dendritic_lm import DendriticLMConfig, DendriticLMForCausalLM
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-COMMAND = [sys.executable, "-c", "from dendritic_lab.lab.lm_eval import main; main()"]
+COMMAND = [sys.executable, "-c", "from dendritic_lab.evaluate.harness import main; main()"]
 CONTEXT = "Question: {question}\nAnswer:"
 
 
@@ -68,6 +68,6 @@ def test_the_harness_and_our_scoring_agree(tmp_path):
 
 def test_without_the_harness_the_command_says_what_to_install(tmp_path):
     code = "import sys, importlib.util; find = importlib.util.find_spec; importlib.util.find_spec = lambda name, *a: None if name == 'lm_eval' else find(name, *a)\n" \
-           "from dendritic_lab.lab.lm_eval import main; main()"
+           "from dendritic_lab.evaluate.harness import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "pip install lm-eval" in done.stderr

@@ -17,5 +17,6 @@ def test_a_new_experiment_runs_and_its_smoke_test_passes(lab, root, tmp_path):
     assert again.returncode == 2 and "is there already" in again.stderr
     assert lab(checkout, "new", "experiment", "../away").returncode == 2
     assert "Does one dendrite" in lab(checkout, "list").stdout
-    smoke = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", checkout, "tests"], cwd=checkout, capture_output=True, text=True)
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", checkout]
+    smoke = subprocess.run([*pytest, "tests"], cwd=checkout, capture_output=True, text=True)
     assert smoke.returncode == 0 and "1 passed" in smoke.stdout, smoke.stdout + smoke.stderr

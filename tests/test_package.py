@@ -16,19 +16,23 @@ from dendritic_lab.data.sources import FILM_REVIEWS, fetch
 from dendritic_lab.layers.dendritic_linear import DendriticLinear
 
 
-@pytest.mark.parametrize("code", ["import dendritic_lab, timm", "import dendritic_lab; from transformers import BertModel, BertForSequenceClassification",
-                                  "import dendritic_lab, torchvision.transforms.v2", "import torch, dendritic_lab, torchvision"])
+@pytest.mark.parametrize("code", [
+    "import dendritic_lab, timm", "import dendritic_lab, torchvision.transforms.v2",
+    "import torch, dendritic_lab, torchvision",
+    "import dendritic_lab; from transformers import BertModel, BertForSequenceClassification"])
 def test_vision_and_bert_import_after_the_package(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_importing_the_package_imports_no_torch():
-    assert subprocess.run([sys.executable, "-c", "import sys, dendritic_lab; sys.exit('torch' in sys.modules)"]).returncode == 0
+    code = "import sys, dendritic_lab; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @settings(deadline=None, max_examples=60, print_blob=True)
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 4), st.booleans(), st.lists(st.integers(0, 4), max_size=3), st.integers(0, 2**31))
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 4), st.booleans(),
+       st.lists(st.integers(0, 4), max_size=3), st.integers(0, 2**31))
 def test_dendritic_linear_agrees_with_its_equations(n_in, n_out, k, bias, leading, seed):
     torch.manual_seed(seed)
     layer = DendriticLinear(n_in, n_out, k, bias=bias).double()
@@ -50,7 +54,8 @@ def test_dendritic_linear_gradients_are_exact():
     for p in layer.parameters(): torch.nn.init.normal_(p)
     names = [n for n, _ in layer.named_parameters()]
     call = lambda x, *values: torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
-    assert torch.autograd.gradcheck(call, (torch.randn(4, 3, dtype=torch.float64, requires_grad=True), *layer.parameters()))
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(call, (x, *layer.parameters()))
 
 
 @pytest.fixture
@@ -60,8 +65,9 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_two_processes_fetch_at_once_into_an_empty_cache(cache):
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool: paths = list(pool.map(fetch, [FILM_REVIEWS] * 2))
-    assert paths[0] == paths[1] and {p.name for p in paths[0].parent.iterdir()} == {paths[0].name, paths[0].name + ".lock"}
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        one, other = pool.map(fetch, [FILM_REVIEWS] * 2)
+    assert one == other and {p.name for p in one.parent.iterdir()} == {one.name, one.name + ".lock"}
 
 
 def test_a_changed_download_is_refused_and_leaves_nothing(cache):
@@ -105,13 +111,17 @@ def test_a_missing_local_file_is_named(tmp_path, monkeypatch):
 
 
 def test_sentences_are_held_out_alike_in_every_process():
-    code = "from dendritic_lab.data import hold_out_sentences; print(hold_out_sentences([f'a b{i} c{i}' for i in range(40)] + [f'b{i}' for i in range(40)], 10))"
-    outputs = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONHASHSEED": seed}).stdout for seed in ("1", "2")}
+    code = """from dendritic_lab.data import hold_out_sentences
+print(hold_out_sentences([f'a b{i} c{i}' for i in range(40)] + [f'b{i}' for i in range(40)], 10))"""
+    command = [sys.executable, "-c", code]
+    said = lambda seed: subprocess.run(command, capture_output=True, text=True, env={"PYTHONHASHSEED": seed}).stdout
+    outputs = {said("1"), said("2")}
     assert len(outputs) == 1 and outputs != {""}
 
 
 @settings(deadline=None, max_examples=60, print_blob=True)
-@given(st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=5).map(" ".join), min_size=3, max_size=20), st.integers(0, 9))
+@given(st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=5).map(" ".join), min_size=3, max_size=20),
+       st.integers(0, 9))
 def test_held_out_phrases_are_nowhere_in_training(texts, seed):
     try: train, held = hold_out_sentences(texts, 1, seed)
     except ValueError as e:
@@ -120,4 +130,5 @@ def test_held_out_phrases_are_nowhere_in_training(texts, seed):
     held_texts, kept_texts = {texts[i] for i in held}, {texts[i] for i in train}
     assert len(held_texts) == 1 and not held_texts & kept_texts
     inside = lambda a, b: f" {a} " in f" {b} "
-    for text in kept_texts: assert any(inside(text, s) for s in kept_texts if not any(inside(s, t) and s != t for t in texts))
+    sentences = [s for s in kept_texts if not any(inside(s, t) and s != t for t in texts)]
+    for text in kept_texts: assert any(inside(text, s) for s in sentences)

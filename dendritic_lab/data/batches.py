@@ -22,24 +22,28 @@ def text_batches(
     by_length: bool = False,  # shuffled texts of similar length in a batch, for less padding
     max_length: int = 128,  # tokens; longer texts are cut
     **columns: Sequence,  # further columns, one value a text, such as labels
-) -> DataLoader:  # of dicts with input_ids, attention_mask and, for pairs, token_type_ids (batch, tokens), and each of `columns` (batch, ...)
-    "A loader over `texts`. Raises `ValueError` when there are none or a column has another length."
+) -> DataLoader:  # of input_ids, attention_mask and, for pairs, token_type_ids (batch, tokens); `columns` (batch, ...)
+    "A loader over `texts`. Raises `ValueError` for no texts, or a column of another length."
     texts = list(texts)
     if not texts: raise ValueError("expected at least one text")
+    if by_length and not shuffle: raise ValueError("by_length changes the order of the texts, so it needs shuffle=True")
     for name, values in columns.items():
-        if len(values) != len(texts): raise ValueError(f"{name}: expected {len(texts)} values, one a text, got {len(values)}")
-    encoded = tokenizer(texts, truncation=True, max_length=max_length, return_token_type_ids=isinstance(texts[0], tuple), return_attention_mask=False)
-    ids = encoded["input_ids"]
+        if len(values) == len(texts): continue
+        raise ValueError(f"{name}: expected {len(texts)} values, one a text, got {len(values)}")
+    encoded = tokenizer(texts, truncation=True, max_length=max_length, return_attention_mask=False,
+                        return_token_type_ids=isinstance(texts[0], tuple))
     pad = DataCollatorWithPadding(tokenizer)
-    values = {name: torch.as_tensor(column if isinstance(column, torch.Tensor) else list(column)) for name, column in columns.items()}
+    as_tensor = lambda column: torch.as_tensor(column if isinstance(column, torch.Tensor) else list(column))
+    values = {name: as_tensor(column) for name, column in columns.items()}
 
     def collate(rows: list[int]) -> dict[str, torch.Tensor]:
         batch = pad([{name: of[i] for name, of in encoded.items()} for i in rows])
         return {**batch, **{name: column[rows] for name, column in values.items()}}
 
-    if by_length and not shuffle: raise ValueError("by_length changes the order of the texts, so it needs shuffle=True")
-    sampler = LengthGroupedSampler(batch_size, lengths=[len(i) for i in ids]) if by_length else None
-    return DataLoader(range(len(ids)), batch_size, shuffle=shuffle and not by_length, sampler=sampler, collate_fn=collate)
+    lengths = [len(ids) for ids in encoded["input_ids"]]
+    sampler = LengthGroupedSampler(batch_size, lengths=lengths) if by_length else None
+    order = dict(sampler=sampler) if by_length else dict(shuffle=shuffle)
+    return DataLoader(range(len(texts)), batch_size, **order, collate_fn=collate)
 
 # %% ../../nbs/data/02_batches.ipynb #0f89793e
 def mlm_batches(
@@ -49,7 +53,8 @@ def mlm_batches(
     max_length: int = 128,  # tokens; longer texts are cut
     probability: float = 0.15,  # of a token to be masked, anew each time
 ) -> DataLoader:  # of dicts with input_ids, attention_mask and labels (batch, tokens), -100 where nothing was masked
-    "Shuffled texts with masked tokens, for a model with a language-modelling head. Raises `ValueError` when there are none."
+    "Shuffled texts with masked tokens, for a model with a language-modelling head. Raises `ValueError` for no texts."
     if not len(texts): raise ValueError("expected at least one text")
     ids = tokenizer(list(texts), truncation=True, max_length=max_length, return_token_type_ids=False)["input_ids"]
-    return DataLoader([{"input_ids": i} for i in ids], batch_size, shuffle=True, collate_fn=DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability))
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
+    return DataLoader([{"input_ids": i} for i in ids], batch_size, shuffle=True, collate_fn=collate)

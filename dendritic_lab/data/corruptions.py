@@ -86,7 +86,7 @@ def motion_blur(x, s, rng): return _streak(x, *((6, 1), (6, 1.5), (6, 2), (8, 2)
 
 
 def _magnify(x, factor):
-    "Enlarge the middle of an image to the size of the whole."
+    "Enlarge the middle of an image to its full size."
     size = len(x)
     crop = int(np.ceil(size / factor))
     top = (size - crop) // 2
@@ -114,8 +114,10 @@ def height_map(
         around = corners + np.roll(corners, -1, 0)
         heights[half::step, half::step] = (around + np.roll(around, -1, 1)) / 4 + jitter(corners.shape)
         middle = heights[half::step, half::step]
-        heights[::step, half::step] = (corners + np.roll(corners, -1, 1) + middle + np.roll(middle, 1, 0)) / 4 + jitter(corners.shape)
-        heights[half::step, ::step] = (corners + np.roll(corners, -1, 0) + middle + np.roll(middle, 1, 1)) / 4 + jitter(corners.shape)
+        right = corners + np.roll(corners, -1, 1) + middle + np.roll(middle, 1, 0)
+        heights[::step, half::step] = right / 4 + jitter(corners.shape)
+        below = corners + np.roll(corners, -1, 0) + middle + np.roll(middle, 1, 1)
+        heights[half::step, ::step] = below / 4 + jitter(corners.shape)
         step, noise = half, noise / decay
     heights -= heights.min()
     return heights / heights.max()
@@ -134,10 +136,10 @@ def frost(x, s, rng):
 
 
 def snow(x, s, rng):
-    mean, spread, zoom, least, radius, sigma, dim = (
+    mean, deviation, zoom, least, radius, sigma, dim = (
         (0.1, 0.2, 1, 0.6, 8, 3, 0.95), (0.1, 0.2, 1, 0.5, 10, 4, 0.9), (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
         (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85), (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8))[s]
-    flakes = _magnify(rng.normal(mean, spread, (*x.shape[:2], 1)), zoom)
+    flakes = _magnify(rng.normal(mean, deviation, (*x.shape[:2], 1)), zoom)
     flakes = _streak(np.where(flakes < least, 0, flakes).clip(0, 1), radius, sigma, rng.uniform(-135, -45))
     grey = (x @ (0.299, 0.587, 0.114))[..., None]
     x = dim * x + (1 - dim) * np.maximum(x, 1.5 * grey + 0.5)
@@ -145,10 +147,10 @@ def snow(x, s, rng):
 
 
 def spatter(x, s, rng):
-    mean, spread, sigma, least, strength, mud = (
+    mean, deviation, sigma, least, strength, mud = (
         (0.62, 0.1, 0.7, 0.7, 0.5, 0), (0.65, 0.1, 0.8, 0.7, 0.5, 0), (0.65, 0.3, 1, 0.69, 0.5, 0),
         (0.65, 0.1, 0.7, 0.69, 0.6, 1), (0.65, 0.1, 0.5, 0.68, 0.6, 1))[s]
-    liquid = _smooth(rng.normal(mean, spread, x.shape[:2]), sigma)
+    liquid = _smooth(rng.normal(mean, deviation, x.shape[:2]), sigma)
     liquid[liquid < least] = 0
     if mud:
         cover = _smooth((liquid > least).astype(float), strength)
@@ -165,7 +167,8 @@ def _relief(liquid):
     distance = ndimage.distance_transform_edt(~edges).clip(max=20) if edges.any() else np.full(liquid.shape, 20.0)
     distance = ndimage.uniform_filter(distance, 3).astype(np.uint8)
     shares = np.bincount(distance.ravel(), minlength=256).cumsum() / distance.size
-    lit = ndimage.correlate(255 * shares[distance], np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]), mode="mirror").clip(0, 255)
+    slanting = np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]])
+    lit = ndimage.correlate(255 * shares[distance], slanting, mode="mirror").clip(0, 255)
     return ndimage.uniform_filter(lit, 3)
 
 # %% ../../nbs/data/06_corruptions.ipynb #c570c1f8
@@ -198,22 +201,30 @@ def jpeg_compression(x, s, rng):
 
 def pixelate(x, s, rng):
     size = int(len(x) * (0.95, 0.9, 0.85, 0.75, 0.65)[s])
-    return np.asarray(_picture(x).resize((size, size), Image.Resampling.BOX).resize(x.shape[:2], Image.Resampling.BOX)) / 255
+    small = _picture(x).resize((size, size), Image.Resampling.BOX)
+    return np.asarray(small.resize(x.shape[:2], Image.Resampling.BOX)) / 255
 
 
 def elastic_transform(x, s, rng):
+    strengths = (0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)
     size = len(x)
-    reach, sigma, bend = (size * c for c in ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03))[s])
-    middle, side = size // 2, size // 3
-    corners = np.array([[middle + side, middle + side], [middle + side, middle - side], [middle - side, middle - side]], dtype=float)
+    reach, sigma, bend = (size * c for c in strengths[s])
+    near, far = size // 2 - size // 3, size // 2 + size // 3
+    corners = np.array([[far, far], [far, near], [near, near]], dtype=float)
     moved = corners + rng.uniform(-bend, bend, corners.shape)
     affine = np.linalg.solve(np.c_[moved, np.ones(3)], corners)  # where each output pixel comes from
     ys, xs = np.mgrid[:size, :size]
     from_x, from_y = np.moveaxis(np.stack([xs, ys, np.ones_like(xs)], -1) @ affine, -1, 0)
-    x = np.stack([ndimage.map_coordinates(c, [from_y, from_x], order=1, mode="mirror") for c in np.moveaxis(x, -1, 0)], -1)
+    x = _resampled(x, from_y, from_x, "mirror")
     if not reach: return x
-    down, right = (reach * ndimage.gaussian_filter(rng.uniform(-1, 1, (size, size)), sigma, mode="reflect", truncate=3) for _ in range(2))
-    return np.stack([ndimage.map_coordinates(c, [ys + down, xs + right], order=1, mode="reflect") for c in np.moveaxis(x, -1, 0)], -1)
+    noise = lambda: rng.uniform(-1, 1, (size, size))
+    down, right = (reach * ndimage.gaussian_filter(noise(), sigma, mode="reflect", truncate=3) for _ in range(2))
+    return _resampled(x, ys + down, xs + right, "reflect")
+
+
+def _resampled(x, ys, xs, mode):
+    "Each channel of (height, width, channels) at other coordinates."
+    return np.stack([ndimage.map_coordinates(c, [ys, xs], order=1, mode=mode) for c in np.moveaxis(x, -1, 0)], -1)
 
 # %% ../../nbs/data/06_corruptions.ipynb #bc024b5f
 CORRUPTIONS = {f.__name__: f for f in (
@@ -228,11 +239,12 @@ def corrupt(
     severity: int,  # 1 to 5
     seed: int = 0,
 ) -> Tensor:  # like pixels
-    "Corrupted copies, the same ones for the same seed. Raises `ValueError` for an unknown kind or severity, or other images."
+    "Corrupted copies, the same for the same seed. Raises `ValueError` for unknown kinds, severities or other images."
     known = {**CORRUPTIONS, **EXTRA_CORRUPTIONS}
     if kind not in known: raise ValueError(f"kind must be one of {', '.join(known)}, got {kind!r}")
     if severity not in (1, 2, 3, 4, 5): raise ValueError(f"severity must be 1, 2, 3, 4 or 5, got {severity!r}")
-    if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1:] != (3, 32, 32): raise ValueError(f"expected uint8 pixels (images, 3, 32, 32), got {pixels.dtype} {tuple(pixels.shape)}")
+    if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1:] != (3, 32, 32):
+        raise ValueError(f"expected uint8 pixels (images, 3, 32, 32), got {pixels.dtype} {tuple(pixels.shape)}")
     out = np.empty((len(pixels), 32, 32, 3), np.uint8)
     for number, picture in enumerate(pixels.permute(0, 2, 3, 1).cpu().numpy()):
         rng = np.random.default_rng([seed, zlib.crc32(kind.encode()), severity, number])
@@ -245,27 +257,36 @@ def load_cifar10_c(
     severity: int,  # 1 to 5
     folder: Path | None = None,  # None: CIFAR-10-C in `DENDRITIC_LAB_DATA`
 ) -> tuple[Tensor, Tensor]:  # (images, 3, 32, 32) uint8, (images,) int64
-    "Images and labels of the official benchmark. Raises `DataError` where the files are missing or are not what they should be."
+    "Images and labels of the official benchmark. Raises `DataError` where files are missing or of another form."
     root = local_dir()
-    if folder is None and root is None: raise DataError("DENDRITIC_LAB_DATA is not set, so there is no folder CIFAR-10-C")
+    if folder is None and root is None:
+        raise DataError("DENDRITIC_LAB_DATA is not set, so there is no folder CIFAR-10-C")
     folder = Path(folder) if folder else root / "CIFAR-10-C"
     arrays = {}
     for name in (kind, "labels"):
         try: arrays[name] = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as e: raise DataError(f"{folder.name}/{name}.npy cannot be read ({e}); the files are at https://zenodo.org/records/2535967") from e
+        except (OSError, ValueError) as e:
+            source = "the files are at https://zenodo.org/records/2535967"
+            raise DataError(f"{folder.name}/{name}.npy cannot be read ({e}); {source}") from e
     images, labels = arrays[kind], arrays["labels"]
-    if images.dtype != np.uint8 or images.shape[1:] != (32, 32, 3) or labels.shape != images.shape[:1] or len(images) % 5: raise DataError(f"{kind}.npy: expected uint8 images of 5 severities (5 n, 32, 32, 3) and as many labels, found {images.dtype} {images.shape} and {labels.shape}")
+    pictures = images.dtype == np.uint8 and images.shape[1:] == (32, 32, 3) and not len(images) % 5
+    if not pictures or labels.shape != images.shape[:1]:
+        found = f"found {images.dtype} {images.shape} and {labels.shape}"
+        raise DataError(f"{kind}.npy: expected uint8 images of 5 severities (5 n, 32, 32, 3) and their labels, {found}")
     if severity not in (1, 2, 3, 4, 5): raise ValueError(f"severity must be 1, 2, 3, 4 or 5, got {severity!r}")
     part = slice((severity - 1) * len(images) // 5, severity * len(images) // 5)
-    return torch.from_numpy(images[part].copy()).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels[part].astype(np.int64))
+    pixels = torch.from_numpy(images[part].copy()).permute(0, 3, 1, 2).contiguous()
+    return pixels, torch.from_numpy(labels[part].astype(np.int64))
 
 # %% ../../nbs/data/06_corruptions.ipynb #dbb44f76
 def mean_corruption_error(
     errors: dict[str, Sequence[float]],  # of each corruption, one a severity
     baseline: dict[str, Sequence[float]],  # the same corruptions
 ) -> float:  # percent
-    "Hendrycks & Dietterich 2019, section 4.3. Raises `ValueError` where the two do not fit or the baseline makes no error."
-    if not errors or errors.keys() != baseline.keys() or any(len(errors[k]) != len(baseline[k]) for k in errors): raise ValueError(f"expected the same corruptions and severities, got {sorted(errors)} and {sorted(baseline)}")
+    "Hendrycks & Dietterich 2019, section 4.3. Raises `ValueError` where the two differ or the baseline makes no error."
+    lengths = [{kind: len(each) for kind, each in arm.items()} for arm in (errors, baseline)]
+    if not errors or lengths[0] != lengths[1]:
+        raise ValueError(f"expected the same corruptions and severities, got {sorted(errors)} and {sorted(baseline)}")
     without = [k for k in errors if not sum(baseline[k]) > 0]
     if without: raise ValueError(f"the baseline makes no error on {', '.join(without)}, so no ratio can be taken")
     return 100 * float(np.mean([sum(errors[k]) / sum(baseline[k]) for k in errors]))

@@ -28,10 +28,12 @@ def decode_images(
     "Pixels and labels. Raises `DataError` for no rows, for bytes that are no image and for images that differ in size."
     pixels, labels = [], []
     for number, row in enumerate(rows):
-        try: picture = Image.open(io.BytesIO(row["image"])).convert("RGB")
-        except (UnidentifiedImageError, OSError, TypeError) as e: raise DataError(f"row {number}: expected the bytes of an image file: {e}") from e
-        pixels.append(np.asarray(picture)); labels.append(row["label"])
-        if pixels[-1].shape != pixels[0].shape: raise DataError(f"row {number}: expected {pixels[0].shape[:2]} pixels like the first image, found {pixels[-1].shape[:2]}")
+        try: picture = np.asarray(Image.open(io.BytesIO(row["image"])).convert("RGB"))
+        except (UnidentifiedImageError, OSError, TypeError) as e:
+            raise DataError(f"row {number}: expected the bytes of an image file: {e}") from e
+        pixels.append(picture); labels.append(row["label"])
+        size, first = picture.shape[:2], pixels[0].shape[:2]
+        if size != first: raise DataError(f"row {number}: expected {first} pixels like the first image, found {size}")
     if not pixels: raise DataError("expected at least one image")
     return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels)
 
@@ -41,7 +43,9 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 def normalise(pixels: Tensor) -> Tensor:  # (batch, 3, height, width) uint8 -> float32
     "Pixels as the models want them. Raises `ValueError` for anything but uint8 RGB."
-    if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] != 3: raise ValueError(f"expected uint8 pixels (batch, 3, height, width), got {pixels.dtype} {tuple(pixels.shape)}")
+    if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[1] != 3:
+        found = f"{pixels.dtype} {tuple(pixels.shape)}"
+        raise ValueError(f"expected uint8 pixels (batch, 3, height, width), got {found}")
     mean, std = (torch.tensor(x, device=pixels.device)[:, None, None] for x in (MEAN, STD))
     return (pixels.float() / 255 - mean) / std
 
@@ -52,33 +56,48 @@ def restore(values: Tensor) -> Tensor:  # (batch, 3, height, width) float -> uin
     return ((values * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
 
 # %% ../../nbs/data/05_images.ipynb #431628c2
-def shift_and_flip(padding: int = 4, flip: bool = True) -> Callable[[Tensor], Tensor]:  # (batch, 3, height, width) -> the same
-    "Random shifts, with black coming in, and mirroring of every other image. Draws from torch's generator."
+def shift_and_flip(padding: int = 4, flip: bool = True) -> Callable[[Tensor], Tensor]:
+    """Random shifts of (batch, 3, height, width), with black coming in, and mirroring of every other image.
+
+    Draws from torch's generator.
+    """
     def augment(pixels: Tensor) -> Tensor:
         batch, _, height, width = pixels.shape
         padded = torch.nn.functional.pad(pixels, (padding,) * 4)
         top, left = torch.randint(0, 2 * padding + 1, (2, batch, 1), device=pixels.device)
-        rows, columns = top + torch.arange(height, device=pixels.device), left + torch.arange(width, device=pixels.device)
+        count = lambda n: torch.arange(n, device=pixels.device)
+        rows, columns = top + count(height), left + count(width)
         if flip: columns = torch.where(torch.rand(batch, 1, device=pixels.device) < 0.5, columns.flip(1), columns)
-        picked = padded[torch.arange(batch, device=pixels.device)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
+        picked = padded[count(batch)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
         return picked.permute(0, 3, 1, 2)
     return augment
 
 
 def rand_augment(strength: str = "rand-m9-mstd0.5-inc1", flip: bool = True) -> Callable[[Tensor], Tensor]:
-    "timm's RandAugment (Cubuk et al. 2020) after `shift_and_flip`, image by image on the CPU. Draws from Python's, numpy's and torch's generators."
-    shift, change = shift_and_flip(flip=flip), rand_augment_transform(strength, {"translate_const": 10, "img_mean": tuple(round(255 * m) for m in MEAN)})
+    """timm's RandAugment (Cubuk et al. 2020) after `shift_and_flip`, image by image on the CPU.
+
+    Draws from Python's, numpy's and torch's generators.
+    """
+    settings = {"translate_const": 10, "img_mean": tuple(round(255 * m) for m in MEAN)}
+    shift, change = shift_and_flip(flip=flip), rand_augment_transform(strength, settings)
     def augment(pixels: Tensor) -> Tensor:
         arrays = shift(pixels).permute(0, 2, 3, 1).cpu().numpy()
-        return torch.from_numpy(np.stack([np.asarray(change(Image.fromarray(a))) for a in arrays])).permute(0, 3, 1, 2).to(pixels.device)
+        changed = np.stack([np.asarray(change(Image.fromarray(a))) for a in arrays])
+        return torch.from_numpy(changed).permute(0, 3, 1, 2).to(pixels.device)
     return augment
 
 # %% ../../nbs/data/05_images.ipynb #0b081f49
-def show_images(pixels: Tensor, titles: Iterable[str] = (), columns: int = 8, size: float = 1.0):  # uint8 -> matplotlib figure
+def show_images(
+    pixels: Tensor,  # (images, 3, height, width) uint8
+    titles: Iterable[str] = (),
+    columns: int = 8,
+    size: float = 1.0,  # of each, in inches
+):  # matplotlib figure
     "Images in rows."
     import matplotlib.pyplot as plt
     rows = -(-len(pixels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(size * columns, size * rows * (1.2 if titles else 1)), squeeze=False, layout="constrained")
+    shape = size * columns, size * rows * (1.2 if titles else 1)
+    figure, axes = plt.subplots(rows, columns, figsize=shape, squeeze=False, layout="constrained")
     for axis in axes.flat: axis.axis("off")
     for axis, picture in zip(axes.flat, pixels.cpu()): axis.imshow(picture.permute(1, 2, 0).numpy())
     for axis, title in zip(axes.flat, titles): axis.set_title(title, fontsize=8)
@@ -95,8 +114,11 @@ def image_batches(
     mixup: Mixup | None = None,  # timm's; labels become probabilities, and a last batch that is not full is left out
 ) -> DataLoader:  # of dicts with pixel_values (batch, 3, height, width) float32 and labels
     "A loader over images. Raises `ValueError` when there are none or the labels do not fit."
-    if not len(pixels) or len(pixels) != len(labels): raise ValueError(f"expected at least one image and a label for each, got {len(pixels)} images and {len(labels)} labels")
-    if mixup is not None and (batch_size % 2 or batch_size > len(pixels)): raise ValueError(f"mixup blends pairs: batch_size must be even and at most {len(pixels)}, got {batch_size}")
+    images, told = len(pixels), len(labels)
+    if not images or images != told:
+        raise ValueError(f"expected at least one image and a label for each, got {images} images and {told} labels")
+    if mixup is not None and (batch_size % 2 or batch_size > images):
+        raise ValueError(f"mixup blends pairs: batch_size must be even and at most {images}, got {batch_size}")
 
     def collate(rows: list[int]) -> dict[str, Tensor]:
         chosen = torch.tensor(rows, device=pixels.device)

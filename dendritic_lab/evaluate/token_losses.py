@@ -25,12 +25,13 @@ class TokenLosses:
     @property
     def mean(self) -> float:
         "Nats a token; every token counts the same. Raises `ValueError` when no token was predicted."
-        if not self.tokens.sum(): raise ValueError("no token is to be predicted: the batches are empty, or all labels are -100")
+        if not self.tokens.sum():
+            raise ValueError("no token is to be predicted: the batches are empty, or all labels are -100")
         return (self.sums.sum() / self.tokens.sum()).item()
 
     @property
     def items(self) -> Tensor:
-        "(rows, 2): sum and number of tokens of each row, from which `nats_per_token` makes the mean of any selection of rows."
+        "(rows, 2): sum and number of tokens of each row; `nats_per_token` gives the mean of any selection of rows."
         return torch.stack([self.sums, self.tokens.double()], -1)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 # %% ../../nbs/layers/05_cfc.ipynb #f8a111b3
 class CfCGate(nn.Module):
-    """A recurrent state for each token, added to the token: `(x, state, span)` -> `(x, state)`. The cell sees tokens normalised.
+    """A recurrent state of each token, added to it: `(x, state, span)` -> `(x, state)`. It sees normalised tokens.
 
     - `backbone`: dim + state_dim -> backbone_dim
     - `heads`: f, g, W_a and W_b side by side, backbone_dim -> 4 * state_dim
@@ -23,7 +23,8 @@ class CfCGate(nn.Module):
 
     def __init__(self, dim: int, state_dim: int = 32, backbone_dim: int = 32):
         super().__init__()
-        if min(dim, state_dim, backbone_dim) < 1: raise ValueError(f"dim, state_dim and backbone_dim must be at least 1, got {dim}, {state_dim}, {backbone_dim}")
+        sizes = dim, state_dim, backbone_dim
+        if min(sizes) < 1: raise ValueError(f"dim, state_dim and backbone_dim must be at least 1, got {sizes}")
         self.dim, self.state_dim = dim, state_dim
         self.backbone = nn.Linear(dim + state_dim, backbone_dim)
         self.heads = nn.Linear(backbone_dim, 4 * state_dim)
@@ -44,7 +45,7 @@ class CfCGate(nn.Module):
         "The state after `span`."
         if state is None: z = F.linear(x, self.backbone.weight[:, :self.dim], self.backbone.bias)
         else: z = self.backbone(torch.cat([x, state], -1))
-        f, g, a, b = self.heads(1.7159 * torch.tanh(0.666 * z)).float().chunk(4, -1)  # float32 whatever the precision, for long spans
+        f, g, a, b = self.heads(1.7159 * torch.tanh(0.666 * z)).float().chunk(4, -1)  # float32 for long spans
         span = span[..., None] if isinstance(span, Tensor) else span
         s = torch.sigmoid(a * span + b).float()
         return torch.lerp(f.tanh(), g.tanh(), s).to(x.dtype)

@@ -43,7 +43,8 @@ class DendriticLinear(nn.Module):
         device=None, dtype=None,
     ):
         super().__init__()
-        if min(in_features, out_features) < 1: raise ValueError(f"in_features and out_features must be at least 1, got {in_features} and {out_features}")
+        if min(in_features, out_features) < 1:
+            raise ValueError(f"in_features and out_features must be at least 1, got {in_features} and {out_features}")
         if num_dendrites < 0: raise ValueError(f"num_dendrites must be at least 0, got {num_dendrites}")
         if not callable(activation): raise TypeError(f"activation must be a function of a tensor, got {activation!r}")
         self.in_features, self.out_features, self.activation = in_features, out_features, activation
@@ -76,8 +77,12 @@ class DendriticLinear(nn.Module):
         return y
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, num_dendrites: int = 1, activation: Callable[[Tensor], Tensor] = torch.tanh) -> "DendriticLinear":
-        "A layer that computes exactly what `linear` does, with `num_dendrites` silent dendrites on every output neuron."
+    def from_linear(cls,
+        linear: nn.Linear,
+        num_dendrites: int = 1,
+        activation: Callable[[Tensor], Tensor] = torch.tanh,
+    ) -> "DendriticLinear":
+        "A layer that computes exactly what `linear` does, with silent dendrites. Refuses other modules."
         if not isinstance(linear, nn.Linear): raise TypeError(f"expected an nn.Linear, got {type(linear).__name__}")
         new = cls(linear.in_features, linear.out_features, num_dendrites, activation, linear.bias is not None,
                   linear.weight.device, linear.weight.dtype)
@@ -85,12 +90,14 @@ class DendriticLinear(nn.Module):
         return new.train(linear.training)
 
     def add_dendrite(self) -> "DendriticLinear":
-        "Grow one more silent dendrite on every neuron, in place; what is there keeps its values. Returns the layer."
+        "Grow one more silent dendrite on every neuron, in place; older parameters keep their values."
         new = DendriticLinear(self.in_features, self.out_features, self.num_dendrites + 1, self.activation,
                               self.bias is not None, self.weight.device, self.weight.dtype)
         _copy_first_rows(self, new)
-        for name, old in self.named_parameters(): setattr(self, name, getattr(new, name).requires_grad_(old.requires_grad))
+        for name, old in self.named_parameters():
+            setattr(self, name, getattr(new, name).requires_grad_(old.requires_grad))
         return self
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, num_dendrites={self.num_dendrites}, bias={self.bias is not None}"
+        sizes = f"{self.in_features}, {self.out_features}, num_dendrites={self.num_dendrites}"
+        return f"{sizes}, bias={self.bias is not None}"

@@ -17,12 +17,14 @@ class DendriticGating(nn.Module):
     - `inner`: the branches' first layers side by side, dim -> num_branches * hidden_dim
     - `weight` (num_branches, hidden_dim), `bias` (num_branches,): their second layers
 
-    Raises `ValueError` for sizes below 1 and for input of another shape. Source: two-layer neuron of Poirazi et al. 2003, with a maximum in place of the sum.
+    Raises `ValueError` for sizes below 1 and for input of another shape.
+    Source: two-layer neuron of Poirazi et al. 2003, with a maximum in place of the sum.
     """
 
     def __init__(self, dim: int, num_branches: int = 4, hidden_dim: int = 64):
         super().__init__()
-        if min(dim, num_branches, hidden_dim) < 1: raise ValueError(f"dim, num_branches and hidden_dim must be at least 1, got {dim}, {num_branches}, {hidden_dim}")
+        sizes = dim, num_branches, hidden_dim
+        if min(sizes) < 1: raise ValueError(f"dim, num_branches and hidden_dim must be at least 1, got {sizes}")
         self.dim, self.num_branches, self.hidden_dim = dim, num_branches, hidden_dim
         self.inner = nn.Linear(dim, num_branches * hidden_dim)
         self.weight = nn.Parameter(torch.empty(num_branches, hidden_dim))
@@ -37,7 +39,8 @@ class DendriticGating(nn.Module):
 
     def branch_logits(self, x: Tensor) -> Tensor:  # (batch, tokens, dim) -> (batch, tokens, num_branches)
         "What each branch says before its sigmoid."
-        if x.ndim != 3 or x.shape[-1] != self.dim: raise ValueError(f"expected (batch, tokens, {self.dim}), got {tuple(x.shape)}")
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"expected (batch, tokens, {self.dim}), got {tuple(x.shape)}")
         hidden = F.gelu(self.inner(x)).unflatten(-1, (self.num_branches, self.hidden_dim))
         return torch.einsum("btnh,nh->btn", hidden, self.weight) + self.bias
 
@@ -52,22 +55,10 @@ def branch_diversity(
     logits: Tensor,  # (batch, tokens, num_branches)
 ) -> tuple[Tensor, Tensor]:  # (num_branches,) share of tokens that each wins; mean |correlation| of pairs, 0 to 1
     "How unlike the branches are. Of one branch the correlation is 0. Raises `ValueError` where there is no token."
-    if logits.ndim != 3 or not logits.numel(): raise ValueError(f"expected logits (batch, tokens, branches) with at least one token, got {tuple(logits.shape)}")
+    if logits.ndim != 3 or not logits.numel():
+        raise ValueError(f"expected logits (batch, tokens, branches) of at least one token, got {tuple(logits.shape)}")
     wins = F.one_hot(logits.argmax(-1), logits.shape[-1]).float().mean((0, 1))
     return wins, _correlations(logits).abs().mean() if logits.shape[-1] > 1 else logits.new_zeros(())
-
-
-def diversity_loss(
-    logits: Tensor,  # (batch, tokens, num_branches)
-) -> Tensor:  # scalar, at least 0
-    """Penalty on branches that agree, and on one that wins everywhere.
-
-    The mean squared correlation of pairs, plus the load-balancing term of Shazeer et al. 2017: num_branches * sum of squared
-    shares, less 1. Shares are softmax means, so the branches that lose learn too.
-    """
-    if logits.shape[-1] < 2: return logits.new_zeros(())
-    shares = logits.float().softmax(-1).mean((0, 1))
-    return _correlations(logits).square().mean() + logits.shape[-1] * shares.square().sum() - 1
 
 
 def _correlations(logits: Tensor) -> Tensor:  # (pairs,)
@@ -77,3 +68,16 @@ def _correlations(logits: Tensor) -> Tensor:  # (pairs,)
     x = x / x.square().sum(0).add(1e-6).sqrt()
     pairs = torch.triu_indices(x.shape[1], x.shape[1], 1, device=x.device)
     return (x.T @ x)[pairs[0], pairs[1]]
+
+# %% ../../nbs/layers/04_gating.ipynb #415a0f71
+def diversity_loss(
+    logits: Tensor,  # (batch, tokens, num_branches)
+) -> Tensor:  # scalar, at least 0
+    """Penalty on branches that agree, and on one that wins everywhere.
+
+    The mean squared correlation of pairs, plus the load-balancing term of Shazeer et al. 2017: num_branches * sum of
+    squared shares, less 1. Shares are softmax means, so the branches that lose learn too.
+    """
+    if logits.shape[-1] < 2: return logits.new_zeros(())
+    shares = logits.float().softmax(-1).mean((0, 1))
+    return _correlations(logits).square().mean() + logits.shape[-1] * shares.square().sum() - 1

@@ -18,11 +18,12 @@ def decayed_sum(
     decay: Tensor,  # (channels,), in (0, 1)
     state: Tensor | None = None,  # (batch, channels), what came before; None: zeros
     block: int = 16,  # steps that run one after the other in each block
-) -> tuple[Tensor, Tensor]:  # the sum before each position (batch, time, channels), and after the last (batch, channels)
-    """`s_t = decay * s_{t-1} + x_t` for all positions, by a scan over blocks. Exact for every length and decay: only powers with exponents of at least 0 occur.
-    Raises `ValueError` for shapes that do not fit."""
+) -> tuple[Tensor, Tensor]:  # sums before each position (batch, time, channels), and after the last (batch, channels)
+    """`s_t = decay * s_{t-1} + x_t` for all positions, by a scan over blocks. Exact for every length and decay: only
+    powers with exponents of at least 0 occur. Raises `ValueError` for shapes that do not fit."""
     if x.ndim != 3 or decay.shape != x.shape[2:] or (state is not None and state.shape != (x.shape[0], x.shape[2])):
-        raise ValueError(f"expected x (batch, time, channels), decay (channels,) and state (batch, channels), got {tuple(x.shape)}, {tuple(decay.shape)} and {None if state is None else tuple(state.shape)}")
+        got = [None if t is None else tuple(t.shape) for t in (x, decay, state)]
+        raise ValueError(f"expected x (batch, time, channels), decay (channels,), state (batch, channels), got {got}")
     batch, time, channels = x.shape
     if state is None: state = x.new_zeros(batch, channels)
     if time <= block: return _in_steps(x, decay, state)
@@ -30,8 +31,9 @@ def decayed_sum(
     padded = F.pad(x, (0, 0, 0, blocks * block - time)) if time % block else x
     inner, ends = _in_steps(padded.reshape(batch * blocks, block, channels), decay, None)
     powers = decay ** torch.arange(block + 1, device=x.device, dtype=decay.dtype)[:, None]  # (block + 1, channels)
-    starts, _ = decayed_sum(ends.view(batch, blocks, channels), powers[-1], state, block)  # (batch, blocks, channels), before each block
-    before = torch.addcmul(inner.view(batch, blocks, block, channels), powers[:-1], starts[:, :, None]).view(batch, blocks * block, channels)[:, :time]
+    starts, _ = decayed_sum(ends.view(batch, blocks, channels), powers[-1], state, block)  # before each block
+    fading = torch.addcmul(inner.view(batch, blocks, block, channels), powers[:-1], starts[:, :, None])
+    before = fading.view(batch, blocks * block, channels)[:, :time]
     return before, torch.addcmul(x[:, -1], decay, before[:, -1])
 
 
@@ -45,8 +47,8 @@ def _in_steps(x: Tensor, decay: Tensor, state: Tensor | None) -> tuple[Tensor, T
 
 # %% ../../nbs/layers/03_trace.ipynb #337f9841
 class NMDATrace(nn.Module):
-    """Adds a decaying mean of earlier values to each value, `(batch, time, channels)` to the same. `logit` (channels,) gives decay and gain, a = g = sigmoid(logit).
-    State goes in and comes out, so that segments, caches and gradient checkpointing work."""
+    """Adds a decaying mean of earlier values to each value, `(batch, time, channels)` to the same. `logit` (channels,)
+    gives decay and gain, a = g = sigmoid(logit). State goes in and comes out, so segments and caches work."""
     def __init__(self, channels: int):
         super().__init__()
         self.channels = channels
@@ -54,12 +56,12 @@ class NMDATrace(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        with torch.no_grad(): self.logit.copy_(self.spread(self.channels))
+        with torch.no_grad(): self.logit.copy_(self.initial_logit(self.channels))
 
     @staticmethod
-    def spread(channels: int) -> Tensor:  # (channels,)
+    def initial_logit(channels: int) -> Tensor:  # (channels,)
         "Logits of decays between 0.1 and 0.9, neighbouring channels far apart."
-        steps = torch.arange(channels) * 0.618033988749895 % 1  # the golden ratio's multiples cover every run of channels evenly
+        steps = torch.arange(channels) * 0.618033988749895 % 1  # golden ratio: every run of channels is evenly covered
         return torch.logit(0.1 + 0.8 * steps)
 
     @property
@@ -69,7 +71,7 @@ class NMDATrace(nn.Module):
     def forward(self,
         values: Tensor,  # (batch, time, channels)
         state: Tensor | None = None,  # (batch, channels), m before the first of them; None: zeros
-    ) -> tuple[Tensor, Tensor]:  # values with the trace added, and m after the last of them, (batch, channels) in float32
+    ) -> tuple[Tensor, Tensor]:  # values with the trace, and m after the last of them, (batch, channels) in float32
         decay, v = self.decay, values.float()
         before, after = decayed_sum(v, decay, state)
         return torch.addcmul(v, decay * (1 - decay), before).to(values.dtype), after

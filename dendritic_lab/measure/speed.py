@@ -129,7 +129,7 @@ def _peak_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 # %% ../../nbs/measure/01_speed.ipynb #a00d2767
-def energy(function: Callable[[], object], min_seconds: float = 2.0) -> float | str:  # joules a call, or "not available"
+def energy(function: Callable[[], object], min_seconds: float = 2.0) -> float | str:  # joules, or "not available"
     "Energy of the first GPU for one call of `function`, from NVML's counter, with idle consumption included."
     if not torch.cuda.is_available(): return "not available"
     import pynvml

@@ -15,8 +15,9 @@ from transformers import GPTNeoXConfig
 
 # %% ../../nbs/models/07_control.ipynb #2b2cf4ac
 def core_params(model: nn.Module) -> int:
-    "Parameters of a causal language model without token and position embeddings and the output layer; shared ones count once."
-    outside = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()} | {id(p) for p in model.get_output_embeddings().parameters()}
+    "Parameters of a causal language model without embeddings, of tokens and positions, and output layer."
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    outside = {id(p) for m in [*tables, model.get_output_embeddings()] for p in m.parameters()}
     return sum({id(p): p.numel() for p in model.parameters() if id(p) not in outside}.values())
 
 # %% ../../nbs/models/07_control.ipynb #9052f8ce
@@ -24,13 +25,16 @@ def matched_gpt_neox(
     config: DendriticLMConfig,  # of the model that is to be matched
     head_dim: int = 64,  # of the control's heads, less where the width does not divide by it
 ) -> GPTNeoXConfig:
-    "A GPT-NeoX with the same width, vocabulary and length and as many core parameters, to a few thousandths. Raises `ValueError` where the model is too small for one layer."
-    with torch.device("meta"): target = core_params(DendriticLMForCausalLM(config)) - 2 * config.hidden_size  # its final norm
+    """A GPT-NeoX with the same width, vocabulary and length and as many core parameters, to a few thousandths. Raises
+    `ValueError` where the model is too small for one layer."""
     d = config.hidden_size
+    with torch.device("meta"): target = core_params(DendriticLMForCausalLM(config)) - 2 * d  # both have a final norm
     layers = max(1, round(target / (12 * d * d)))
     hidden = round((target / layers - 4 * d * d - 9 * d) / (2 * d + 1))
     if hidden < 1: raise ValueError(f"a layer of GPT-NeoX of width {d} has more than {target} parameters")
     heads = next((d // size for size in range(head_dim, 1, -2) if d % size == 0), 1)
-    return GPTNeoXConfig(vocab_size=config.vocab_size, hidden_size=d, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=hidden,
-                         max_position_embeddings=config.max_position_embeddings, rotary_pct=1.0, hidden_dropout=0.0, attention_dropout=0.0, tie_word_embeddings=config.tie_word_embeddings,
-                         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+    return GPTNeoXConfig(
+        vocab_size=config.vocab_size, hidden_size=d, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=hidden, max_position_embeddings=config.max_position_embeddings, rotary_pct=1.0,
+        hidden_dropout=0.0, attention_dropout=0.0, tie_word_embeddings=config.tie_word_embeddings,
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig,
+                          PreTrainedModel)
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 # %% ../../nbs/models/01_dsn.ipynb #3c600d94
@@ -36,15 +37,18 @@ class DSNConfig(PreTrainedConfig):
         pad_token_id: int = 0,
         **kwargs,
     ):
-        for name, value, least in [("vocab_size", vocab_size, 1), ("embedding_size", embedding_size, 1), ("hidden_size", hidden_size, 1),
-                                   ("num_dendrites", num_dendrites, 0), ("ngram_buckets", ngram_buckets, 0)]:
-            if value < least: raise ValueError(f"{name} must be at least {least}, got {value}")
-        if embedding_rank is not None and embedding_rank < 1: raise ValueError(f"embedding_rank must be at least 1 or None, got {embedding_rank}")
-        for name, value in [("dropout", dropout), ("word_dropout", word_dropout)]:
-            if not 0 <= value < 1: raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
         self.vocab_size, self.embedding_size, self.embedding_rank = vocab_size, embedding_size, embedding_rank
         self.ngram_buckets, self.hidden_size, self.num_dendrites = ngram_buckets, hidden_size, num_dendrites
         self.dropout, self.word_dropout = dropout, word_dropout
+        least = dict(vocab_size=1, embedding_size=1, hidden_size=1, num_dendrites=0, ngram_buckets=0)
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"{name} must be at least {value}, got {getattr(self, name)}")
+        if embedding_rank is not None and embedding_rank < 1:
+            raise ValueError(f"embedding_rank must be at least 1 or None, got {embedding_rank}")
+        for name in ("dropout", "word_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         super().__init__(pad_token_id=pad_token_id, **kwargs)
 
 # %% ../../nbs/models/01_dsn.ipynb #7d675995
@@ -98,9 +102,10 @@ class DSNForSequenceClassification(PreTrainedModel):
     def get_input_embeddings(self) -> nn.Embedding: return self.embeddings
 
     def pool(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # (batch, embedding_size)
-        "The averaged embedding of each text. The factors of the table are applied after averaging, which is the same and cheaper."
+        "The averaged embedding of each text. A table's second factor comes after averaging, which is cheaper."
         mask = input_ids != self.config.pad_token_id if attention_mask is None else attention_mask.bool()
-        if self.training and self.config.word_dropout: mask = mask & (torch.rand(mask.shape, device=mask.device) >= self.config.word_dropout)
+        if self.training and self.config.word_dropout:
+            mask = mask & (torch.rand(mask.shape, device=mask.device) >= self.config.word_dropout)
         average = masked_mean(self.embeddings(input_ids), mask)
         if self.pairs is not None:
             buckets = hashed_pairs(input_ids, mask, self.config.ngram_buckets)
@@ -120,7 +125,7 @@ class DSNForSequenceClassification(PreTrainedModel):
 
 # %% ../../nbs/models/01_dsn.ipynb #a932bc5d
 def from_encoder(cls,
-    name_or_path: str,  # a BERT, RoBERTa, DistilBERT or ELECTRA checkpoint: a folder, a hub name or an embedded checkpoint
+    name_or_path: str,  # a BERT, RoBERTa, DistilBERT or ELECTRA: folder, hub name or embedded checkpoint
     num_labels: int = 2,
     num_dendrites: int = 1,
     vocab_size: int | None = None,  # pieces to keep; None: all
@@ -135,9 +140,10 @@ def from_encoder(cls,
     encoder = AutoModel.from_pretrained(path)
     kept = torch.arange(len(encoder.get_input_embeddings().weight))
     if vocab_size is not None: tokenizer, kept = trim_tokenizer(full, vocab_size, texts)
-    table = contextual_table(encoder, full, kept) if contextual else encoder.get_input_embeddings().weight.detach()[kept]
-    model = cls(DSNConfig(vocab_size=len(table), embedding_size=table.shape[1], embedding_rank=embedding_rank, num_labels=num_labels,
-                          num_dendrites=num_dendrites, pad_token_id=tokenizer.pad_token_id, **config))
+    if contextual: table = contextual_table(encoder, full, kept)
+    else: table = encoder.get_input_embeddings().weight.detach()[kept]
+    config |= dict(num_labels=num_labels, num_dendrites=num_dendrites, pad_token_id=tokenizer.pad_token_id)
+    model = cls(DSNConfig(len(table), table.shape[1], embedding_rank, **config))
     with torch.no_grad():
         if embedding_rank is not None:
             table, second = factorise(table, embedding_rank)

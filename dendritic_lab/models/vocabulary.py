@@ -6,6 +6,8 @@
 __all__ = ['rank_pieces', 'TrimmedTokenizer', 'trim_tokenizer', 'factorise', 'contextual_table']
 
 # %% ../../nbs/models/00_vocabulary.ipynb #d08cf3e7
+from ..measure import evaluating
+
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -22,14 +24,14 @@ def rank_pieces(
 ) -> list[str]:  # every piece, special tokens first, then the most useful
     "Pieces of `tokenizer` by the number of `texts` that contain them."
     by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    special = {t for t in tokenizer.all_special_tokens}
+    special = set(tokenizer.all_special_tokens)
     counts = Counter()
     if texts is not None:
         texts = list(texts)
-        if not texts: raise ValueError("expected at least one text to rank pieces by; None ranks them by the vocabulary's own order")
+        if not texts: raise ValueError("expected at least one text to rank pieces by; None: the vocabulary's own order")
         for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]: counts.update(set(ids))
-    place = lambda piece: (piece not in special, -counts[tokenizer.convert_tokens_to_ids(piece)], piece.startswith("[unused"))
-    return sorted((piece for piece, _ in by_id), key=place)
+    place = lambda item: (item[0] not in special, -counts[item[1]], item[0].startswith("[unused"))
+    return [piece for piece, _ in sorted(by_id, key=place)]
 
 # %% ../../nbs/models/00_vocabulary.ipynb #44d3388b
 class TrimmedTokenizer(PreTrainedTokenizerFast):
@@ -43,12 +45,15 @@ class TrimmedTokenizer(PreTrainedTokenizerFast):
 
     def __len__(self) -> int: return self.vocab_size
 
-    def get_vocab(self) -> dict[str, int]: return {piece: i for piece, i in super().get_vocab().items() if i < self.vocab_size}
+    def get_vocab(self) -> dict[str, int]:
+        return {piece: i for piece, i in super().get_vocab().items() if i < self.vocab_size}
 
     def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False, **kwargs) -> list[str]:
-        return self.convert_ids_to_tokens(self(text, pair, add_special_tokens=add_special_tokens, **kwargs)["input_ids"])
+        ids = self(text, pair, add_special_tokens=add_special_tokens, **kwargs)["input_ids"]
+        return self.convert_ids_to_tokens(ids)
 
-    def _convert_token_to_id_with_added_voc(self, token: str) -> int: return self._known([super()._convert_token_to_id_with_added_voc(token)])[0]
+    def _convert_token_to_id_with_added_voc(self, token: str) -> int:
+        return self._known([super()._convert_token_to_id_with_added_voc(token)])[0]
 
     def _convert_encoding(self, *args, **kwargs):
         columns, encodings = super()._convert_encoding(*args, **kwargs)
@@ -59,16 +64,28 @@ class TrimmedTokenizer(PreTrainedTokenizerFast):
         kept, unknown = self.vocab_size, self._tokenizer.token_to_id(self.unk_token)
         return [i if i < kept else unknown for i in ids]
 
+# %% ../../nbs/models/00_vocabulary.ipynb #c0ffee02
+def _renumber(post_processor: dict | None, new_ids: dict[str, int]):
+    "Give the special tokens of a tokenizer's post-processor their new ids, in place."
+    if post_processor is None: return
+    for step in post_processor.get("processors", [post_processor]):
+        for name, token in step.get("special_tokens", {}).items(): token["ids"] = [new_ids[name]]
+        for end in ("sep", "cls"):
+            if end in step: step[end] = [step[end][0], new_ids[step[end][0]]]
+
 # %% ../../nbs/models/00_vocabulary.ipynb #c0ffee01
 def trim_tokenizer(
     tokenizer: PreTrainedTokenizerFast,  # WordPiece or byte-pair encoding
     vocab_size: int,  # pieces to keep, special tokens included
     texts: Iterable[str] | None = None,  # the training texts; None: the pretrained vocabulary's own order
 ) -> tuple[TrimmedTokenizer, Tensor]:  # the small tokenizer, and (vocab_size,) the old id of each new one
-    "Keep the `vocab_size` most useful pieces. Ids keep their old order, so the padding token stays first where it was first."
+    """Keep the `vocab_size` most useful pieces. Ids keep their old order, so the padding token stays in front.
+
+    Raises `ValueError` for a tokenizer of another kind and for a size that leaves no room beside the special tokens."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model, old_ids = state["model"], tokenizer.get_vocab()
-    if model["type"] not in ("WordPiece", "BPE"): raise ValueError(f"can trim WordPiece and BPE tokenizers, not {model['type']}")
+    if model["type"] not in ("WordPiece", "BPE"):
+        raise ValueError(f"can trim WordPiece and BPE tokenizers, not {model['type']}")
     special = len(set(tokenizer.all_special_tokens))
     if not special < vocab_size <= len(old_ids):
         raise ValueError(f"vocab_size must be between {special + 1} and {len(old_ids)}, got {vocab_size}")
@@ -78,18 +95,10 @@ def trim_tokenizer(
     model["vocab"] = {piece: new_ids[piece] for piece in model["vocab"]}
     state["added_tokens"] = [{**t, "id": new_ids[t["content"]]} for t in state["added_tokens"]]
     _renumber(state["post_processor"], new_ids)
-    small = TrimmedTokenizer(tokenizer_object=Tokenizer.from_str(json.dumps(state)), kept=vocab_size, model_max_length=tokenizer.model_max_length,
-                             **{k: v for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)})
+    specials = {k: v for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
+    small = TrimmedTokenizer(tokenizer_object=Tokenizer.from_str(json.dumps(state)), kept=vocab_size,
+                             model_max_length=tokenizer.model_max_length, **specials)
     return small, torch.tensor([old_ids[piece] for piece in order[:vocab_size]])
-
-
-def _renumber(post_processor: dict | None, new_ids: dict[str, int]):
-    "Give the special tokens of a tokenizer's post-processor their new ids, in place."
-    if post_processor is None: return
-    for step in post_processor.get("processors", [post_processor]):
-        for name, token in step.get("special_tokens", {}).items(): token["ids"] = [new_ids[name]]
-        for end in ("sep", "cls"):
-            if end in step: step[end] = [step[end][0], new_ids[step[end][0]]]
 
 # %% ../../nbs/models/00_vocabulary.ipynb #62ead9d2
 def factorise(
@@ -102,7 +111,6 @@ def factorise(
     return (U[:, :rank] * S[:rank]).to(table.dtype), Vh[:rank].to(table.dtype)
 
 # %% ../../nbs/models/00_vocabulary.ipynb #f3d8a630
-@torch.no_grad()
 def contextual_table(
     encoder: PreTrainedModel,  # a base model, such as `AutoModel` gives
     tokenizer: PreTrainedTokenizerFast,  # its tokenizer
@@ -110,10 +118,9 @@ def contextual_table(
     batch_size: int = 256,
 ) -> Tensor:  # (pieces, hidden_size)
     "The encoder's last hidden state at each piece, when that piece is its only input."
-    encoder.eval()
-    out = []
-    for chunk in ids.to(encoder.device).split(batch_size):
+    def states(chunk: Tensor) -> Tensor:
         start, end = (torch.full_like(chunk, i) for i in (tokenizer.cls_token_id, tokenizer.sep_token_id))
-        inputs = torch.stack([start, chunk, end], 1)
-        out.append(encoder(input_ids=inputs, attention_mask=torch.ones_like(inputs)).last_hidden_state[:, 1].cpu())
-    return torch.cat(out)
+        inputs = torch.stack([start, chunk, end], 1)  # (pieces, 3)
+        return encoder(input_ids=inputs, attention_mask=torch.ones_like(inputs)).last_hidden_state[:, 1].cpu()
+
+    with evaluating(encoder): return torch.cat([states(chunk) for chunk in ids.to(encoder.device).split(batch_size)])

@@ -1,7 +1,11 @@
-"""Pruning of single weights and of whole units."""
+"""Pruning of single weights and of units."""
 
-from .structured import (
-    Unit, list_units, magnitude_unit_scores, mask_units, random_unit_scores, shrink, taylor_unit_scores, unit_masks, units_for_sparsity, weakest_units)
-from .unstructured import (
-    CubicSchedule, Sparsity, active_weights, apply_masks, hold_masks, load_masks, magnitude_scores, make_masks, prunable_weights, prune_gradually, random_scores,
-    save_masks, sparsity, wanda_scores)
+from .masks import (
+    ActiveWeights, Sparsity, active_weights, apply_masks, check_masks, load_masks, make_masks, save_masks, sparsity)
+from .recovery import METHODS, prune_units, prune_weights
+from .scores import magnitude_scores, prunable_weights, random_scores, wanda_scores
+from .structured import shrink
+from .unit_scores import (
+    magnitude_unit_scores, random_unit_scores, taylor_unit_scores, units_for_sparsity, weakest_units)
+from .units import Unit, check_units, list_units, mask_units, unit_masks
+from .unstructured import CubicSchedule, hold_masks, prune_gradually

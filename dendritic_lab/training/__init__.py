@@ -1,4 +1,9 @@
 """One training loop, with checkpoints, progress and distillation."""
 
+from dendritic_lab.evaluate import accuracy, predict, token_loss
+
 from .checkpoint import CheckpointError
-from .loop import DivergenceError, Fit, Settings, accuracy, distillation_loss, fit, predict, token_loss
+from .distillation import distillation_loss
+from .loop import DivergenceError, fit
+from .settings import Settings
+from .state import Fit

@@ -17,8 +17,11 @@ from tqdm.auto import tqdm
 class Progress:
     "A bar over `total` steps. Use it in a `with` statement; `step` moves it and shows figures beside it."
 
-    def __init__(self, total: int, description: str = "", interval: float = 0.5,  # seconds between two reports to a file
-                 silent: bool = False):  # neither shown nor reported: for all but one of several processes
+    def __init__(
+        self, total: int, description: str = "",
+        interval: float = 0.5,  # seconds between two reports to a file
+        silent: bool = False,  # neither shown nor reported: for all but one of several processes
+    ):
         self.total, self.description, self.interval = total, description, interval
         self.done, self.shown, self.reported = 0, {}, 0.0
         self.file = None if silent else os.environ.get("DENDRITIC_LAB_PROGRESS")
