@@ -11,7 +11,8 @@ import warnings
 from pathlib import Path
 
 IMPORTS = ["dendritic_lab.torchvision_ops", "torch", "transformers", "transformers.models.bert.modeling_bert",
-           "datasets", "timm", "pandas", "scipy.stats", "sklearn", "matplotlib.pyplot", "seaborn", "nbdev.test", __name__]
+           "datasets", "timm", "pandas", "scipy.stats", "sklearn", "matplotlib.pyplot", "seaborn", "nbdev.test",
+           __name__]
 SECONDS = 1800  # generous: a notebook that takes longer is stuck
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(IMPORTS)
