@@ -30,7 +30,8 @@ def test_the_run_of_another_folders_checkpoint_is_recorded(tmp_path, monkeypatch
     first, second = tmp_path / "20260101-100000-aaaaaa.running", tmp_path / "20260102-100000-bbbbbb.running"
     assert train(first, tmp_path / "kept" / "dense-0", monkeypatch) == []   # nothing was there to take over
     (line,) = train(second, tmp_path / "kept" / "dense-0", monkeypatch)
-    commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
+    told = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    commit = told.strip() if (root / ".git").exists() else None
     weights = (tmp_path / "kept/dense-0/model.safetensors").read_bytes()
     assert line == {"path": "dense-0/model.safetensors", "sha256": hashlib.sha256(weights).hexdigest(),
                     "run": "20260101-100000-aaaaaa", "commit": commit, "step": 4}

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("house")  # one worker: what its tests share is made once
+
 ROOT = Path(__file__).resolve().parents[1]
 # Folders that stand on one line may use what stands on the lines above.
 ORDER = [{"", "torchvision_ops"}, {"measure", "data"}, {"layers"}, {"models"}, {"evaluate"}, {"training"},

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, started as a user starts it, gives the figures of our own scoring: two local tasks, no network."""
+"""lm-evaluation-harness, started as a user starts it, gives the figures of our own scoring: local tasks, no network."""
 
 import json
 import os
@@ -24,7 +24,8 @@ def task(folder: Path, name: str, rows: list[dict]):
     "A task of the harness: a YAML file, and its questions beside it."
     (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / f"{name}.yaml").write_text(yaml.safe_dump({
-        "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"validation": str(folder / f"{name}.jsonl")}},
+        "task": name, "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"validation": str(folder / f"{name}.jsonl")}},
         "output_type": "multiple_choice", "validation_split": "validation", "test_split": None, "training_split": None,
         "doc_to_text": "Question: {{question}}\nAnswer:", "doc_to_target": "label", "doc_to_choice": "choices",
         "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")]}))
@@ -35,7 +36,8 @@ def sums(count: int, choices: int, seed: int) -> list[dict]:
     draw, rows = random.Random(seed), []
     for _ in range(count):
         a, b = draw.randrange(99), draw.randrange(99)
-        wrong = [str(w) + draw.choice(["", " exactly", " or so, I think"]) for w in draw.sample(range(200, 999), choices - 1)]
+        others = draw.sample(range(200, 999), choices - 1)
+        wrong = [str(w) + draw.choice(["", " exactly", " or so, I think"]) for w in others]
         label = draw.randrange(choices)
         rows.append({"question": f"{a} + {b}", "choices": [*wrong[:label], str(a + b), *wrong[label:]], "label": label})
     return rows
@@ -51,15 +53,19 @@ def test_the_harness_and_our_scoring_agree(tmp_path):
         for p in model.parameters(): p.add_(torch.randn_like(p) * 0.2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    done = subprocess.run([*COMMAND, "run", "--model", "dendritic_lm", "--model_args", f"pretrained={folder},dtype=float32", "--tasks", ",".join(tasks), "--include_path", str(tmp_path),
-                           "--device", "cpu", "--batch_size", "8", "--output_path", str(tmp_path / "out"), "--log_samples"],
-                          capture_output=True, text=True, timeout=240, cwd=tmp_path,
-                          env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache"), "TOKENIZERS_PARALLELISM": "false"})
+    words = ["run", "--model", "dendritic_lm", "--model_args", f"pretrained={folder},dtype=float32",
+             "--tasks", ",".join(tasks), "--include_path", str(tmp_path), "--device", "cpu", "--batch_size", "8",
+             "--output_path", str(tmp_path / "out"), "--log_samples"]
+    quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache"),
+             "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=240, cwd=tmp_path,
+                          env=os.environ | quiet)
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())["results"]
     for name, rows in tasks.items():
         ours = score(model, tokenizer, [{**row, "context": CONTEXT.format(**row)} for row in rows], max_length=128)
-        samples = [json.loads(line) for line in next((tmp_path / "out").rglob(f"samples_{name}_*.jsonl")).read_text().splitlines()]
+        found = next((tmp_path / "out").rglob(f"samples_{name}_*.jsonl"))
+        samples = [json.loads(line) for line in found.read_text().splitlines()]
         theirs = {s["doc_id"]: [float(answer[0]) for answer in s["filtered_resps"]] for s in samples}
         torch.testing.assert_close(ours.log_likelihoods, [theirs[i] for i in range(len(rows))], rtol=1e-4, atol=2e-3)
         assert (results[name]["acc,none"], results[name]["acc_norm,none"]) == pytest.approx((ours.acc, ours.acc_norm))
@@ -67,7 +73,10 @@ def test_the_harness_and_our_scoring_agree(tmp_path):
 
 
 def test_without_the_harness_the_command_says_what_to_install(tmp_path):
-    code = "import sys, importlib.util; find = importlib.util.find_spec; importlib.util.find_spec = lambda name, *a: None if name == 'lm_eval' else find(name, *a)\n" \
-           "from dendritic_lab.evaluate.harness import main; main()"
+    code = "\n".join([
+        "import importlib.util",
+        "find = importlib.util.find_spec",
+        "importlib.util.find_spec = lambda name, *a: None if name == 'lm_eval' else find(name, *a)",
+        "from dendritic_lab.evaluate.harness import main; main()"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "pip install lm-eval" in done.stderr

@@ -25,7 +25,7 @@ from .processes import LossModule, own_loss
 from .progress import Progress
 from .settings import Settings, new_optimizer
 from .sharding import full_tensor, shard as sharded_copy
-from .state import Fit, State
+from .state import Fit, State, keep_if_best, restore_best, resume, save
 
 # %% ../../nbs/training/02_loop.ipynb #6137e362
 Loss = Callable[[nn.Module, dict], Tensor]  # (model, batch) -> scalar
@@ -107,7 +107,7 @@ def evaluate_epoch(state: State, evaluate: Evaluation) -> dict[str, float]:
         figures = state.model(evaluate) if state.sharded else evaluate(state.hook.judged(state.inner))
         figures = processes.agree(state.accelerator, figures)
     if state.sharded: state.model.reshard()
-    state.keep_if_best(figures)
+    keep_if_best(state, figures)
     return figures
 
 # %% ../../nbs/training/02_loop.ipynb #3baf1ec3
@@ -148,7 +148,7 @@ def one_epoch(state: State, train: DataLoader, loss: Loss | None, evaluate: Eval
     bar.report()
     state.fit.history.append(row | {"seconds": time.perf_counter() - begun})
     state.accelerator.log({k: v for k, v in row.items() if k != "step"}, step=state.step)
-    state.save()
+    save(state)
 
 # %% ../../nbs/training/02_loop.ipynb #f0910b2f
 def check_arguments(
@@ -199,13 +199,13 @@ def fit(
     folder, shard = Path(checkpoint) if checkpoint else None, shard and accelerator.num_processes > 1
     state, batches = start(accelerator, model, train, settings, loss, hook, folder, shard)
     try:
-        state.resume()
+        resume(state)
         with Progress(settings.epochs * state.batches, description, silent=not accelerator.is_main_process) as bar:
             bar.step(state.epoch * state.batches)
             while state.epoch < settings.epochs and not hook.finished and not state.patience_spent:
                 if before_epoch is not None: before_epoch(state.inner, state.epoch)
                 one_epoch(state, batches, loss, evaluate, bar)
-        state.restore_best()
+        restore_best(state)
     finally:
         if not shard: accelerator.unwrap_model(state.model, keep_fp32_wrapper=False)
         model.eval()
