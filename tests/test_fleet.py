@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.console import Console
 from dendritic_lab.cli.show import LiveView, PlainView, duration, sparkline
 from dendritic_lab.fleet.account import Journal
 from dendritic_lab.fleet.cleaning import find_removable
+from dendritic_lab.fleet.cluster import RayEngine
 from dendritic_lab.fleet.driver import Driver
 from dendritic_lab.fleet.engine import Resources
 from dendritic_lab.fleet.identity import digest, identity
@@ -191,3 +193,44 @@ def test_failed_and_superseded_runs_can_be_removed_but_no_reference(tmp_path):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "params.yaml").write_text("{experiment: tiny, profile: quick, parameters: {}}")
     assert [(f.name, why) for f, why in find_removable(tmp_path)] == [("2", "superseded by 3"), ("1.failed", "failed")]
+
+
+class StandInRay:
+    "As much of Ray as the engine uses; a task is executed at once, and fails like a lost machine for seed 1."
+    class RayError(Exception): pass
+
+    def __init__(self): self.exceptions, self.tasks, self.cancelled = SimpleNamespace(RayError=self.RayError), {}, []
+    def init(self, **settings): self.settings = settings
+    def cluster_resources(self): return {"CPU": 2.0}
+    def remote(self, **settings): return lambda function: SimpleNamespace(options=lambda **wanted: self.task(function))
+
+    def task(self, function):
+        def start(*words):
+            self.tasks[len(self.tasks)] = lambda: function(*words)
+            return len(self.tasks) - 1
+        return SimpleNamespace(remote=start)
+
+    def wait(self, references, num_returns, timeout): return references[:num_returns], references[num_returns:]
+    def cancel(self, reference, force): self.cancelled.append(reference)
+    def shutdown(self): pass
+
+    def get(self, reference):
+        if reference == 1: raise self.RayError("the machine was lost\nand more")
+        return self.tasks[reference]()
+
+
+def test_the_ray_engine_gives_the_same_events(tiny, experiment, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", ray := StandInRay())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    done = lambda request, report: {"key": request["key"], "event": "done", "folder": request["out"]}
+    monkeypatch.setattr("dendritic_lab.fleet.cluster.work", done)
+    (tiny / "token").write_text("secret")
+    request = lambda key: {"key": key, "notebook": str(experiment.notebook), "out": str(tiny / "outputs"),
+                           "identity": "a" * 64, "attempt": 1}
+    with RayEngine(None, "secret", tiny / "token", tiny, most=3) as engine:
+        assert ray.settings["address"] is None and engine.workers == 3
+        assert "3 cpus are asked for" in engine.refusal(Resources(cpus=3)) and not engine.refusal(Resources(cpus=2))
+        assert [engine.submit(request(key), Resources()) for key in "abcd"] == [True, True, True, False]
+        events = [*engine.events(1), *engine.events(1), *engine.stop("c", "pruned"), *engine.events(1)]
+    assert [(e["key"], e["event"]) for e in events] == [("a", "done"), ("b", "failed"), ("c", "failed")]
+    assert [e["reason"] for e in events[1:]] == ["Ray: the machine was lost", "pruned"] and ray.cancelled == [2]
