@@ -21,7 +21,7 @@ demo: install  ## run the DSN experiment on real film-review sentences (profile 
 
 test: install  ## ruff, every notebook, every test, and a build of the site
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --maxschedchunk 1 --durations 25
 
 lab: install  ## open JupyterLab on its launcher notebook
 	$(BIN)/jupyter lab --notebook-dir=nbs nbs/launcher.ipynb

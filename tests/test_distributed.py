@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.xdist_group("distributed")  # one worker: what its tests share is made once
+
 COMMON = """
 import json, os, signal, sys
 from pathlib import Path

@@ -24,6 +24,8 @@ from dendritic_lab.lab.reference import code_of, plain_modules
 from dendritic_lab.lab.report import external_loads
 from dendritic_lab.lab.results import AGAIN
 
+pytestmark = pytest.mark.xdist_group("site")  # one worker: what its tests share is made once
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 

@@ -217,8 +217,8 @@ def summary_line(answers: list[Answer]) -> str:
     counts = count("confirmed", "not confirmed")
     return (f"{count('reproduced')} of {direct} measured claims reproduced ({count('not reproduced')} not, "
             f"{count('undecided')} undecided), {count('confirmed')} of {counts} counts confirmed; "
-            f"of the others {count('inconsistent')} contradict themselves, {count('measured elsewhere')} were measured "
-            f"elsewhere only, {count('cannot be run here')} cannot be run here, {count('not run')} were not run.")
+            f"the others: {count('inconsistent')} inconsistent in themselves, {count('measured elsewhere')} measured "
+            f"elsewhere only, {count('cannot be run here')} cannot be run here, {count('not run')} not run.")
 
 # %% ../../nbs/lab/02_claims.ipynb #3ab8f1d6
 def claims_table(answers: list[Answer]):

@@ -60,6 +60,7 @@ def _first_page(summary: dict, folder: Path) -> dict[str, str]:
         picture = base64.b64encode((folder / summary["figure"]).read_bytes()).decode()
         described = f'alt="{html.escape(summary["caption"])}" style="max-width: 100%"'
         lines += [f'<img src="data:image/png;base64,{picture}" {described}>', summary["caption"]]
+    lines += [f"**Compared with** {summary['compared_with']}."] * bool(summary["compared_with"])
     lines += [f"**How far it can be trusted.** {summary['limits']}"] * bool(summary["limits"])
     return {"text/markdown": "\n\n".join(lines)}
 

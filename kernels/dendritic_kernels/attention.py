@@ -27,7 +27,8 @@ def block_sparse_attention(
     lengths: Tensor | None = None,  # (batch,) tokens of each text; None: all
     causal: bool = False,  # a query sees no later key
     scale: float | None = None,  # None: head_dim ** -0.5
-    gate: Tensor | None = None,  # (batch, heads, q_blocks, k_blocks), at least 0: multiplies the unnormalised weights of a block
+    # (batch, heads, q_blocks, k_blocks), at least 0: multiplies the unnormalised weights of a block
+    gate: Tensor | None = None,
     audit: BlockLists | None = None,  # dropped blocks for which the gate gets a gradient too
     backend: str = "auto",
 ) -> Tensor:  # (batch, heads, seq, head_dim)
@@ -50,19 +51,24 @@ def block_sparse_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if q.numel() == 0: return q + k.sum() + v.sum() + (0 if gate is None else gate.sum())  # empty, and differentiable
     if backend == "auto": backend = _fitting(q, lists, gate)
-    if lengths is not None: lengths = (lengths.clamp(0, q.shape[2]) if lengths.is_cuda else lengths).to(torch.int32).contiguous()
+    if lengths is not None:
+        lengths = (lengths.clamp(0, q.shape[2]) if lengths.is_cuda else lengths).to(torch.int32).contiguous()
     if backend in ("dense", "sdpa", "flex"): _check_lengths(lengths, q.shape[2])
     if backend == "dense":
-        return dense_attention(q, k, v, lists.block_mask(), lists.block_size, lengths=lengths, causal=causal, scale=scale, gate=gate, audit=None if audit is None else audit.block_mask())
+        return dense_attention(q, k, v, lists.block_mask(), lists.block_size, lengths=lengths, causal=causal,
+                               scale=scale, gate=gate, audit=None if audit is None else audit.block_mask())
     if backend == "sdpa":
-        mask = spread(lists.block_mask(), lists.seq_len, lists.block_size) & visible(lists.seq_len, lengths, causal, q.device)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        mask = spread(lists.block_mask(), lists.seq_len,
+                      lists.block_size) & visible(lists.seq_len, lengths, causal, q.device)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale,
+                                                               enable_gqa=q.shape[1] != k.shape[1])
         return out.masked_fill(~mask.any(-1, keepdim=True), 0)
     if backend == "flex":
         from .flex import block_mask, flex_attention
         return flex_attention(q, k, v, block_mask(lists, lengths, causal), scale, lengths)
     audited = (None, None) if audit is None else (audit.row_counts, audit.row_index)
-    return _attention(q, k, v, lists.row_counts, lists.row_index, lists.col_counts, lists.col_index, lengths, gate, *audited, lists.block_size, causal, scale, backend)[0]
+    return _attention(q, k, v, lists.row_counts, lists.row_index, lists.col_counts, lists.col_index, lengths, gate,
+                      *audited, lists.block_size, causal, scale, backend)[0]
 
 
 def _fitting(q: Tensor, lists: BlockLists, gate: Tensor | None) -> str:
@@ -76,17 +82,20 @@ def _triton_cannot(q: Tensor, lists: BlockLists) -> str | None:
     "Why the Triton kernels cannot take these tensors, or None."
     if find_spec("triton") is None: return "needs the package triton"
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1": return f"needs tensors on a GPU, got {q.device}"
-    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16): return f"takes float32, float16 and bfloat16, got {q.dtype}"
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"takes float32, float16 and bfloat16, got {q.dtype}"
     if not 16 <= q.shape[-1] <= 128: return f"takes a head_dim of 16 to 128, got {q.shape[-1]}"
     if lists.block_size not in (16, 32, 64): return f"takes blocks of 16, 32 or 64 tokens, got {lists.block_size}"
     return None
 
 
 def _check_lengths(lengths: Tensor | None, seq: int):
-    if lengths is not None and not lengths.is_cuda and not 0 <= int(lengths.min()) <= int(lengths.max()) <= seq: raise ValueError(f"lengths must be 0 to {seq}, got {lengths.tolist()}")
+    if lengths is not None and not lengths.is_cuda and not 0 <= int(lengths.min()) <= int(lengths.max()) <= seq:
+        raise ValueError(f"lengths must be 0 to {seq}, got {lengths.tolist()}")
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, lengths: Tensor | None, gate: Tensor | None, audit: BlockLists | None, backend: str):
+def _check(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, lengths: Tensor | None, gate: Tensor | None,
+           audit: BlockLists | None, backend: str):
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor): raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.dim() != 4: raise ValueError(f"{name} must be (batch, heads, seq, head_dim), got {tuple(x.shape)}")
@@ -96,31 +105,43 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, lengths: Tensor |
     if not isinstance(lists, BlockLists): raise TypeError(f"lists must be a BlockLists, got {type(lists).__name__}")
     batch, heads, seq, dim = q.shape
     if dim == 0: raise ValueError("head_dim must be at least 1, got 0")
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[2:] != q.shape[2:]: raise ValueError(f"k and v must be (batch, kv_heads, seq, head_dim) = ({batch}, any, {seq}, {dim}), got {tuple(k.shape)} and {tuple(v.shape)}")
-    if k.shape[1] == 0 and heads or k.shape[1] and heads % k.shape[1]: raise ValueError(f"q's {heads} heads must be a multiple of k's {k.shape[1]}")
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[2:] != q.shape[2:]:
+        raise ValueError(f"k and v must be (batch, kv_heads, seq, head_dim) = ({batch}, any, {seq}, {dim})"
+                         f", got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[1] == 0 and heads or k.shape[1] and heads % k.shape[1]:
+        raise ValueError(f"q's {heads} heads must be a multiple of k's {k.shape[1]}")
     if lists.seq_len != seq: raise ValueError(f"lists are for {lists.seq_len} tokens, q has {seq}")
     for name, of in (("lists", lists), ("audit", audit)):
         if of is None: continue
         if not isinstance(of, BlockLists): raise TypeError(f"{name} must be a BlockLists, got {type(of).__name__}")
-        if tuple(of.row_counts.shape[:2]) != (batch, heads): raise ValueError(f"{name} are for {tuple(of.row_counts.shape[:2])} (batch, heads), q has {(batch, heads)}")
+        if tuple(of.row_counts.shape[:2]) != (batch, heads):
+            raise ValueError(f"{name} are for {tuple(of.row_counts.shape[:2])} (batch, heads), q has {(batch, heads)}")
         if of.device != q.device: raise ValueError(f"{name} are on {of.device}, q is on {q.device}")
-        if (of.seq_len, of.block_size) != (lists.seq_len, lists.block_size): raise ValueError(f"audit is for {of.seq_len} tokens in blocks of {of.block_size}, lists for {lists.seq_len} in blocks of {lists.block_size}")
+        if (of.seq_len, of.block_size) != (lists.seq_len, lists.block_size):
+            raise ValueError(f"audit is for {of.seq_len} tokens in blocks of {of.block_size}"
+                             f", lists for {lists.seq_len} in blocks of {lists.block_size}")
     if lengths is not None:
-        if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64): raise TypeError("lengths must be an int32 or int64 tensor")
+        if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
+            raise TypeError("lengths must be an int32 or int64 tensor")
         if tuple(lengths.shape) != (batch,): raise ValueError(f"lengths must be ({batch},), got {tuple(lengths.shape)}")
         if lengths.device != q.device: raise ValueError(f"lengths are on {lengths.device}, q is on {q.device}")
     if gate is not None:
-        if not isinstance(gate, Tensor) or not gate.is_floating_point(): raise TypeError("gate must be a floating-point tensor")
-        if gate.shape != lists.row_index.shape: raise ValueError(f"gate must be (batch, heads, q_blocks, k_blocks) = {tuple(lists.row_index.shape)}, got {tuple(gate.shape)}")
+        if not isinstance(gate, Tensor) or not gate.is_floating_point():
+            raise TypeError("gate must be a floating-point tensor")
+        if gate.shape != lists.row_index.shape:
+            raise ValueError(f"gate must be (batch, heads, q_blocks, k_blocks) = {tuple(lists.row_index.shape)}"
+                             f", got {tuple(gate.shape)}")
         if gate.device != q.device: raise ValueError(f"gate is on {gate.device}, q is on {q.device}")
     if audit is not None and gate is None: raise ValueError("audit needs a gate, whose gradient it extends")
     if backend not in BACKENDS: raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend in ("flex", "sdpa") and gate is not None: raise ValueError(f"backend {backend!r} takes no gate")
-    if backend in ("cpu", "cpp") and q.device.type != "cpu": raise ValueError(f"backend {backend!r} needs tensors on the CPU, got {q.device}")
+    if backend in ("cpu", "cpp") and q.device.type != "cpu":
+        raise ValueError(f"backend {backend!r} needs tensors on the CPU, got {q.device}")
     if backend == "triton" and (reason := _triton_cannot(q, lists)): raise ValueError(f"backend 'triton' {reason}")
 
 
-def _implementation(backend: str, q: Tensor, k: Tensor, row_counts: Tensor, lengths: Tensor | None, gate: Tensor | None, block_size: int):
+def _implementation(backend: str, q: Tensor, k: Tensor, row_counts: Tensor, lengths: Tensor | None, gate: Tensor | None,
+                    block_size: int):
     "The module that computes this call. It may look at the tensors' values, for it runs inside the operator."
     if backend == "triton":
         from . import triton_kernels
@@ -129,38 +150,50 @@ def _implementation(backend: str, q: Tensor, k: Tensor, row_counts: Tensor, leng
     if backend == "cpu": return cpu
     if backend == "auto" and full.fits(q, k, row_counts, lengths, gate): return full
     reason = cpp.why_not(q, block_size)
-    if reason and backend == "cpp": warnings.warn(f"block_sparse_attention uses backend 'cpu', because 'cpp' is not available: {reason}", stacklevel=2)
+    if reason and backend == "cpp":
+        warnings.warn(f"block_sparse_attention uses backend 'cpu', because 'cpp' is not available: {reason}",
+                      stacklevel=2)
     return cpu if reason else cpp
 
 
 @torch.library.custom_op("dendritic_kernels::block_sparse_attention", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, col_counts: Tensor, col_index: Tensor, lengths: Tensor | None,
-    gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None, block_size: int, causal: bool, scale: float, backend: str,
+    q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, col_counts: Tensor, col_index: Tensor,
+    lengths: Tensor | None,
+    gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None, block_size: int, causal: bool,
+    scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return _implementation(backend, q, k, row_counts, lengths, gate, block_size).forward(q, k, v, row_counts, row_index, lengths, gate, block_size, causal, scale)
+    return _implementation(backend, q, k, row_counts, lengths, gate,
+                           block_size).forward(q, k, v, row_counts, row_index, lengths, gate, block_size, causal, scale)
 
 
 @_attention.register_fake
-def _(q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size, causal, scale, backend):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+def _(q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size,
+      causal, scale, backend):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float64
+                                             if q.dtype == torch.float64 else torch.float32)
 
 
 @torch.library.custom_op("dendritic_kernels::block_sparse_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor, row_index: Tensor, col_counts: Tensor, col_index: Tensor,
-    lengths: Tensor | None, gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None, block_size: int, causal: bool, scale: float, backend: str,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor, row_index: Tensor,
+    col_counts: Tensor, col_index: Tensor,
+    lengths: Tensor | None, gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None,
+    block_size: int, causal: bool, scale: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lists = (row_counts, row_index, col_counts, col_index) if backend == "triton" else (row_counts, row_index)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # said in the forward pass
         implementation = _implementation(backend, q, k, row_counts, lengths, gate, block_size)
-    dq, dk, dv, dgate = implementation.backward(grad, q, k, v, out, lse, *lists, lengths, gate, audit_counts, audit_index, block_size, causal, scale)
+    dq, dk, dv, dgate = implementation.backward(grad, q, k, v, out, lse, *lists, lengths, gate, audit_counts,
+                                                audit_index, block_size, causal, scale)
     return dq, dk, dv, q.new_empty(0) if dgate is None else dgate
 
 
 @_backward.register_fake
-def _(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size, causal, scale, backend):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+def _(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index,
+      block_size, causal, scale, backend):
+    dgate = q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dgate
 
 
 def _remember(ctx, inputs, output):
@@ -171,25 +204,32 @@ def _remember(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad, _):
-    q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, out, lse = ctx.saved_tensors
-    dq, dk, dv, dgate = _backward(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, *ctx.settings)
+    (q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, out,
+     lse) = ctx.saved_tensors
+    dq, dk, dv, dgate = _backward(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate,
+                                  audit_counts, audit_index, *ctx.settings)
     return dq, dk, dv, None, None, None, None, None, None if gate is None else dgate, *(None,) * 6
 
 
 _attention.register_autograd(_differentiate, setup_context=_remember)
 
 
-def _products(q: Tensor, counts: Tensor, index: Tensor, lengths: Tensor | None, block_size: int, causal: bool, number: int) -> int:
-    "Operations of `number` matrix products over the kept blocks that any query sees, each counted whole: 2 for a multiplication and its addition."
-    return 2 * number * int(cpu.visible_counts(counts, index, lengths, block_size, causal).sum()) * block_size ** 2 * q.shape[-1]
+def _products(q: Tensor, counts: Tensor, index: Tensor, lengths: Tensor | None, block_size: int, causal: bool,
+              number: int) -> int:
+    """Operations of `number` matrix products over the kept blocks that any query sees, each counted whole: 2 for a
+    multiplication and its addition."""
+    return 2 * number * int(cpu.visible_counts(counts, index, lengths, block_size,
+                                               causal).sum()) * block_size ** 2 * q.shape[-1]
 
 
 @register_flop_formula(torch.ops.dendritic_kernels.block_sparse_attention, get_raw=True)
-def _(q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size, causal, *args, out_val=None, **kwargs) -> int:
+def _(q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size,
+      causal, *args, out_val=None, **kwargs) -> int:
     return _products(q, row_counts, row_index, lengths, block_size, causal, 2)
 
 
 @register_flop_formula(torch.ops.dendritic_kernels.block_sparse_attention_backward, get_raw=True)
-def _(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size, causal, *args, out_val=None, **kwargs) -> int:
+def _(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index,
+      block_size, causal, *args, out_val=None, **kwargs) -> int:
     audited = 0 if audit_counts is None else _products(q, audit_counts, audit_index, lengths, block_size, causal, 2)
     return _products(q, row_counts, row_index, lengths, block_size, causal, 5) + audited

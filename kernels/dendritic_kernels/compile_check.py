@@ -1,9 +1,9 @@
 """Compile every kernel variant for a GPU that need not be there, and look at the machine code.
 
-`python -m dendritic_kernels.compile_check 90` compiles for compute capability 9.0, prints registers, spills and shared
-memory of each variant, and exits with 1 if one asks for more shared memory than there is or, in half precision, spills or
-does without tensor cores. In float32, where products are exact and the kernels are for checks rather than for speed, a
-spill of 16 bytes passes.
+`python -m dendritic_kernels.compile_check 90` compiles for compute capability 9.0, prints registers, spills and
+shared memory of each variant, and exits with 1 if one asks for more shared memory than there is or, in half
+precision, spills or does without tensor cores. In float32, where products are exact and the kernels are for checks
+rather than for speed, a spill of 16 bytes passes.
 """
 
 import argparse
@@ -21,10 +21,13 @@ from triton.compiler import ASTSource, compile
 
 from . import triton_kernels as kernels
 
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may use: CUDA C++ Programming Guide, technical specifications per compute capability
+# bytes that one program may use: CUDA C++ Programming Guide, technical specifications per compute capability
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = dict(fp16=torch.float16, bf16=torch.bfloat16, fp32=torch.float32)
-POINTERS = dict(scores="{dtype}", q="{dtype}", k="{dtype}", v="{dtype}", out="{dtype}", grad="{dtype}", dq="{dtype}", dk="{dtype}", dv="{dtype}", lse="fp32", delta="fp32", gate="fp32", dgate="fp32",
-                counts="i32", index="i32", lengths="i32", row_counts="i32", row_index="i32", col_counts="i32", col_index="i32")
+POINTERS = dict(scores="{dtype}", q="{dtype}", k="{dtype}", v="{dtype}", out="{dtype}", grad="{dtype}", dq="{dtype}",
+                dk="{dtype}", dv="{dtype}", lse="fp32", delta="fp32", gate="fp32", dgate="fp32",
+                counts="i32", index="i32", lengths="i32", row_counts="i32", row_index="i32", col_counts="i32",
+                col_index="i32")
 
 
 def compile_variant(kernel, capability: int, dtype: str = "fp16", **constants):
@@ -41,7 +44,8 @@ def compile_variant(kernel, capability: int, dtype: str = "fp16", **constants):
         else: signature[name] = "i32"
         if signature[name].startswith("*") or name.startswith("stride"): attrs[(i,)] = [["tt.divisibility", 16]]
     options = kernels.launch_options(kernel, constants["DIM"], DTYPES[dtype]) if "DIM" in constants else {}
-    return compile(ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs), target=GPUTarget("cuda", capability, 32), options=options)
+    return compile(ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs),
+                   target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def resources(compiled) -> tuple[int, int]:
@@ -56,10 +60,14 @@ def resources(compiled) -> tuple[int, int]:
 
 
 def variants():
-    "Kernels, their settings and data types as `triton_kernels` launches them, for blocks of 64: every combination in fp16, the largest kernels in the others."
+    """Kernels, their settings and data types as `triton_kernels` launches them, for blocks of 64: every combination in
+    fp16, the largest kernels in the others."""
     every = itertools.product(("fp16",), (64, 128), (False, True), (False, True), (False, True))
-    for dtype, dim, causal, ragged, gated in [*every, *itertools.product(("bf16", "fp32"), (64, 128), (True,), (True,), (True,))]:
-        settings = dict(DIM=dim, DIM_PADDED=dim, BLOCK=64, BLOCKS=64, CAUSAL=causal, RAGGED=ragged, GATED=gated, AUDIT=False, PRECISION="ieee" if dtype == "fp32" else "tf32")
+    for dtype, dim, causal, ragged, gated in [*every,
+                                              *itertools.product(("bf16", "fp32"), (64, 128), (True,), (True,),
+                                                                 (True,))]:
+        settings = dict(DIM=dim, DIM_PADDED=dim, BLOCK=64, BLOCKS=64, CAUSAL=causal, RAGGED=ragged, GATED=gated,
+                        AUDIT=False, PRECISION="ieee" if dtype == "fp32" else "tf32")
         yield kernels._forward_kernel, settings, dtype
         yield kernels._query_grad_kernel, settings, dtype
         yield kernels._key_grad_kernel, settings, dtype
@@ -76,11 +84,13 @@ def main(arguments=None) -> int:
         compiled = compile_variant(kernel, capability, dtype, **settings)
         registers, spilled = resources(compiled)
         tensor_cores = re.search(r"wgmma|mma\.sync", compiled.asm["ptx"]) is not None
-        good = spilled <= (16 if dtype == "fp32" else 0) and compiled.metadata.shared <= SHARED_MEMORY[capability] and (tensor_cores or dtype == "fp32")
+        exact = dtype == "fp32"
+        fits = compiled.metadata.shared <= SHARED_MEMORY[capability]
+        good = spilled <= (16 if exact else 0) and fits and (tensor_cores or exact)
         bad += not good
         shown = " ".join(f"{name}={settings[name]}" for name in ("DIM", "CAUSAL", "RAGGED", "GATED", "AUDIT"))
-        print(f"{'ok ' if good else 'BAD'} {kernel.__name__:18} {dtype} {shown}: {registers} registers, {spilled} bytes spilled, "
-              f"{compiled.metadata.shared} bytes shared, tensor cores: {tensor_cores}")
+        print(f"{'ok ' if good else 'BAD'} {kernel.__name__:18} {dtype} {shown}: {registers} registers, "
+              f"{spilled} bytes spilled, {compiled.metadata.shared} bytes shared, tensor cores: {tensor_cores}")
     return int(bad > 0)
 
 

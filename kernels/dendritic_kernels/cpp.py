@@ -29,7 +29,8 @@ def _lanes() -> int: return PROCESSORS.get(torch.backends.cpu.get_cpu_capability
 def why_not(q: Tensor, block_size: int) -> str | None:
     "Why this backend cannot take these tensors, or None."
     if q.dtype != torch.float32: return f"it takes float32, not {q.dtype}"
-    if block_size % _lanes(): return f"the block size must be a multiple of {_lanes()} on this processor, got {block_size}"
+    if block_size % _lanes():
+        return f"the block size must be a multiple of {_lanes()} on this processor, got {block_size}"
     return _library()[1]
 
 
@@ -40,7 +41,8 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
     lanes, flags = PROCESSORS.get(capability, PROCESSORS["DEFAULT"])
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None: return None, "no C++ compiler was found (c++, g++, clang++ or the CXX variable)"
-    command = [compiler, "-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread", f"-DLANES={lanes}", *flags]
+    command = [compiler, "-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread",
+               f"-DLANES={lanes}", *flags]
     digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dendritic_kernels"
     path = folder / f"attention-{digest}.so"
@@ -52,7 +54,8 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
                 subprocess.run([*command, str(SOURCE), "-o", str(built)], check=True, capture_output=True, text=True)
                 built.replace(path)
         library = ctypes.CDLL(str(path))
-    except subprocess.CalledProcessError as e: return None, f"{compiler} failed: {(e.stderr.strip().splitlines() or ['no message'])[0]}"
+    except subprocess.CalledProcessError as e:
+        return None, f"{compiler} failed: {(e.stderr.strip().splitlines() or ['no message'])[0]}"
     except OSError as e: return None, f"the library could not be built or loaded: {e}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.block_sparse_forward.argtypes = [pointer] * 9 + [number] * 7 + [ctypes.c_float, ctypes.c_int, ctypes.c_int]
@@ -60,14 +63,16 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
     return library, None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None, gate: Tensor | None,
+def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None,
+            gate: Tensor | None,
             block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     "Output like q, and the logarithm of the weights' sum (batch, heads, seq), +inf where nothing is kept."
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     gate = gate if gate is None else gate.float().contiguous()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     address = lambda x: None if x is None else x.data_ptr()
-    failed = _library()[0].block_sparse_forward(*map(address, (q, k, v, out, lse, row_counts, row_index, lengths, gate)), q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3],
-                                                row_index.shape[-1], block_size, scale, causal, torch.get_num_threads())
+    tensors = map(address, (q, k, v, out, lse, row_counts, row_index, lengths, gate))
+    sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], row_index.shape[-1], block_size
+    failed = _library()[0].block_sparse_forward(*tensors, *sizes, scale, causal, torch.get_num_threads())
     if failed: raise MemoryError("not enough memory for block-sparse attention")
     return out, lse

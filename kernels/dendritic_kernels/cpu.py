@@ -39,8 +39,10 @@ class _Chunk:
     hidden: Tensor | None  # (rows, block_size or 1, kept * block_size) bool: scores that do not count
 
 
-def visible_counts(counts: Tensor, index: Tensor, lengths: Tensor | None, block_size: int, causal: bool) -> Tensor:  # like counts
-    "How many of each row's kept blocks its queries can see: not past the text's end, not after them. Lists ascend, so these come first."
+# like counts
+def visible_counts(counts: Tensor, index: Tensor, lengths: Tensor | None, block_size: int, causal: bool) -> Tensor:
+    """How many of each row's kept blocks its queries can see: not past the text's end, not after them. Lists ascend, so
+    these come first."""
     if lengths is None and not causal: return counts
     numbers = torch.arange(index.shape[-1], device=index.device)
     reach = torch.full_like(counts, len(numbers))
@@ -51,13 +53,16 @@ def visible_counts(counts: Tensor, index: Tensor, lengths: Tensor | None, block_
     return ((index < reach[..., None]) & (numbers < counts[..., None])).sum(-1)
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, index: Tensor, lengths: Tensor | None, block_size: int, causal: bool) -> _Problem:
+def _problem(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, index: Tensor, lengths: Tensor | None, block_size: int,
+             causal: bool) -> _Problem:
     batch, heads, seq, _ = q.shape
     ends = lengths if lengths is not None else torch.full((batch,), seq) if seq % block_size else None
     if lengths is not None:  # what stands past a text's end may be NaN
         past = (torch.arange(seq) >= lengths[:, None])[:, None, :, None]
         q, k, v = (x.masked_fill(past, 0) for x in (q, k, v))
-    return _Problem(*(_blocks(x, block_size) for x in (q, k, v)), visible_counts(counts, index, lengths, block_size, causal).flatten().long(), index.flatten(0, 2), ends,
+    return _Problem(*(_blocks(x, block_size) for x in (q, k, v)),
+                    visible_counts(counts, index, lengths, block_size, causal).flatten().long(), index.flatten(0, 2),
+                    ends,
                     (batch, heads, k.shape[1], index.shape[-1], block_size), causal)
 
 
@@ -84,7 +89,8 @@ def _chunks(p: _Problem) -> Iterator[_Chunk]:
         kv = rows // (blocks * heads) * kv_heads + rows // blocks % heads // (heads // kv_heads)
         keys = (kv[:, None] * blocks + chosen).flatten()
         if len(space[0]) < len(keys): space = [x.new_empty(len(keys), *x.shape[1:]) for x in (p.k, p.v)]
-        k, v = (torch.index_select(x, 0, keys, out=s[:len(keys)]).view(len(rows), -1, x.shape[-1]) for x, s in zip((p.k, p.v), space))
+        k, v = (torch.index_select(x, 0, keys, out=s[:len(keys)]).view(len(rows), -1, x.shape[-1]) for x,
+                s in zip((p.k, p.v), space))
         yield _Chunk(rows, keys, k, v, chosen, _hidden(p, rows, chosen))
         first = last
 
@@ -116,7 +122,8 @@ def _by_block(scores: Tensor, size: int) -> Tensor:  # (rows, block_size, kept, 
     return scores.view(*scores.shape[:2], -1, size)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None, gate: Tensor | None,
+def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None,
+            gate: Tensor | None,
             block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     "Output like q, and the logarithm of the weights' sum (batch, heads, seq), +inf where nothing is kept."
     p = _problem(q, k, v, row_counts, row_index, lengths, block_size, causal)
@@ -124,11 +131,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
     out, lse = torch.zeros(p.q.shape, dtype=q.dtype), torch.full(p.q.shape[:2], torch.inf, dtype=wide)
     for chunk in _chunks(p):
         if gate is None and chunk.hidden is None:
-            done, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*(x[:, None] for x in (p.q[chunk.rows], chunk.k, chunk.v)), 0.0, False, scale=scale)
+            operands = (x[:, None] for x in (p.q[chunk.rows], chunk.k, chunk.v))
+            done, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*operands, 0.0, False, scale=scale)
             out[chunk.rows], lse[chunk.rows] = done[:, 0], sums[:, 0].to(wide)
             continue
         scores, _, _, v_kept = _scores(p, chunk, scale)
-        if gate is not None: _by_block(scores, block_size).add_(gate.flatten(0, 2)[chunk.rows[:, None], chunk.index].to(wide).log()[:, None, :, None])
+        if gate is not None:
+            _by_block(scores, block_size).add_(gate.flatten(0, 2)[chunk.rows[:, None],
+                                                                  chunk.index].to(wide).log()[:, None, :, None])
         largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(wide).min)
         weights = scores.sub_(largest).exp_()
         total = weights.sum(-1, keepdim=True)
@@ -141,8 +151,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
     return out, lse
 
 
-def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None,
-             gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None, block_size: int, causal: bool, scale: float,
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor,
+             row_index: Tensor, lengths: Tensor | None,
+             gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None, block_size: int,
+             causal: bool, scale: float,
              ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     "Gradients of q, k, v and, where there is a gate, of it."
     p = _problem(q, k, v, row_counts, row_index, lengths, block_size, causal)
@@ -163,7 +175,8 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
         slope = torch.bmm(grad_kept, v_kept.transpose(1, 2)).sub_(delta[chunk.rows])
         return weights, slope, grad_kept, q_kept, k_kept
 
-    def set_gate(chunk: _Chunk, slopes: Tensor): dgate[chunk.rows] = dgate[chunk.rows].scatter(1, chunk.index.long(), slopes.sum((1, 3)))
+    def set_gate(chunk: _Chunk, slopes: Tensor):
+        dgate[chunk.rows] = dgate[chunk.rows].scatter(1, chunk.index.long(), slopes.sum((1, 3)))
 
     def add_to_keys(chunk: _Chunk, of_k: Tensor, of_v: Tensor, scale: float):
         dk.index_add_(0, chunk.keys, of_k.reshape(-1, block_size, q.shape[-1]).to(wide), alpha=scale)
@@ -171,8 +184,10 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
 
     for chunk in _chunks(p):
         if gate is None and chunk.hidden is None:
-            operands = (x[:, None] for x in (grads[chunk.rows], p.q[chunk.rows], chunk.k, chunk.v, outs[chunk.rows], lse[chunk.rows].squeeze(-1)))
-            of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*operands, 0.0, False, scale=scale)
+            operands = (x[:, None] for x in (grads[chunk.rows], p.q[chunk.rows], chunk.k, chunk.v, outs[chunk.rows],
+                                             lse[chunk.rows].squeeze(-1)))
+            flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            of_q, of_k, of_v = flash_backward(*operands, 0.0, False, scale=scale)
             dq[chunk.rows] = of_q[:, 0].to(wide)
             add_to_keys(chunk, of_k, of_v, 1.0)
             continue
@@ -185,7 +200,8 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
             block_slopes.mul_(of_block)
             _by_block(weights, block_size).mul_(of_block)
         dq[chunk.rows] = torch.bmm(dscores, k_kept).mul_(scale)
-        add_to_keys(chunk, torch.bmm(dscores.transpose(1, 2), q_kept), torch.bmm(weights.transpose(1, 2), grad_kept), scale)
+        add_to_keys(chunk, torch.bmm(dscores.transpose(1, 2), q_kept), torch.bmm(weights.transpose(1, 2), grad_kept),
+                    scale)
     if audit_counts is not None:
         audited = _problem(q, k, v, audit_counts, audit_index, lengths, block_size, causal)
         for chunk in _chunks(audited):

@@ -5,7 +5,8 @@ from torch import Tensor
 
 
 def fits(q: Tensor, k: Tensor, row_counts: Tensor, lengths: Tensor | None, gate: Tensor | None) -> bool:
-    return gate is None and lengths is None and q.shape[1] == k.shape[1] and q.dtype == torch.float32 and bool((row_counts == row_counts.shape[-1]).all())
+    plain = gate is None and lengths is None and q.shape[1] == k.shape[1] and q.dtype == torch.float32
+    return plain and bool((row_counts == row_counts.shape[-1]).all())
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: None, gate: None,
@@ -15,8 +16,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
     return out.contiguous(), lse.contiguous()
 
 
-def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor, row_index: Tensor, lengths: None,
-             gate: None, audit_counts: None, audit_index: None, block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor, None]:
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor,
+             row_index: Tensor, lengths: None,
+             gate: None, audit_counts: None, audit_index: None, block_size: int, causal: bool,
+             scale: float) -> tuple[Tensor, Tensor, Tensor, None]:
     "Gradients of q, k and v."
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad.contiguous(), q, k, v, out, lse, 0.0, causal, scale=scale)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad.contiguous(), q, k, v, out, lse,
+                                                                                0.0, causal, scale=scale)
     return *(x.contiguous() for x in grads), None

@@ -43,7 +43,8 @@ def dense_attention(
     largest = scores.detach().masked_fill(~kept, -torch.inf).amax(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)
     weights = (scores - largest).masked_fill(~kept, -torch.inf).exp()
     if gate is not None:  # closed and audited blocks weigh nothing, and have a gradient
-        closed = (scores - largest).masked_fill(~(asked & ~kept & kept.any(-1, keepdim=True)), -torch.inf).clamp(max=80).exp()
+        closed = (scores - largest).masked_fill(~(asked & ~kept & kept.any(-1, keepdim=True)),
+                                                -torch.inf).clamp(max=80).exp()
         weights = weights * spread(gate, seq, block_size) + closed * spread(gate - gate.detach(), seq, block_size)
     total = weights.sum(-1, keepdim=True)
     return (weights / total.masked_fill(total == 0, 1)).masked_fill(total == 0, 0).to(v.dtype) @ v

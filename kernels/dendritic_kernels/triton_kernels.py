@@ -18,7 +18,8 @@ LARGEST = tl.constexpr(80.0 * 1.4426950408889634)  # as in `cpu`
 
 
 @triton.jit
-def _list_kernel(scores, threshold, row_counts, row_index, col_counts, col_index, stride_group, stride_row, stride_col, blocks, BLOCKS: tl.constexpr):
+def _list_kernel(scores, threshold, row_counts, row_index, col_counts, col_index, stride_group, stride_row, stride_col,
+                 blocks, BLOCKS: tl.constexpr):
     "One program makes one list: rows first, then columns."
     line, group = tl.program_id(0) % (2 * blocks), (tl.program_id(0) // (2 * blocks)).to(tl.int64)
     is_col = line >= blocks
@@ -26,7 +27,8 @@ def _list_kernel(scores, threshold, row_counts, row_index, col_counts, col_index
     places = tl.arange(0, BLOCKS)
     inside = places < blocks
     start = scores + group * stride_group + number * tl.where(is_col, stride_col, stride_row)
-    kept = (inside & (tl.load(start + places * tl.where(is_col, stride_row, stride_col), mask=inside, other=0).to(tl.float32) > threshold)).to(tl.int32)
+    kept = (inside & (tl.load(start + places * tl.where(is_col, stride_row, stride_col), mask=inside,
+                              other=0).to(tl.float32) > threshold)).to(tl.int32)
     dropped = tl.where(inside, 1 - kept, 0)
     count = tl.sum(kept)
     place = tl.where(kept == 1, tl.cumsum(kept) - 1, count + tl.cumsum(dropped) - 1)
@@ -40,14 +42,17 @@ def _list_kernel(scores, threshold, row_counts, row_index, col_counts, col_index
 
 
 def build_lists(scores: Tensor, threshold: float = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "Row counts and indices, column counts and indices of what is above the threshold in a mask or in scores (batch, heads, blocks, blocks), in one launch."
+    """Row counts and indices, column counts and indices of what is above the threshold in a mask or in scores (batch,
+    heads, blocks, blocks), in one launch."""
     shape = scores.shape
     scores = (scores.view(torch.uint8) if scores.dtype == torch.bool else scores).flatten(0, 1)
     groups, blocks = scores.shape[0], scores.shape[-1]
     counts = [torch.empty(*shape[:3], dtype=torch.int32, device=scores.device) for _ in range(2)]
     indices = [torch.empty(shape, dtype=torch.int32, device=scores.device) for _ in range(2)]
     if groups:
-        with _on(scores): _list_kernel[(2 * blocks * groups,)](scores, threshold, counts[0], indices[0], counts[1], indices[1], *scores.stride(), blocks, BLOCKS=triton.next_power_of_2(blocks))
+        with _on(scores):
+            _list_kernel[(2 * blocks * groups,)](scores, threshold, counts[0], indices[0], counts[1], indices[1],
+                                                 *scores.stride(), blocks, BLOCKS=triton.next_power_of_2(blocks))
     return counts[0], indices[0], counts[1], indices[1]
 
 
@@ -55,24 +60,28 @@ def build_lists(scores: Tensor, threshold: float = 0) -> tuple[Tensor, Tensor, T
 def _tile(base, start, stride, end, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr):
     "Rows `start` to `start + BLOCK` of a matrix (end, DIM); zeros outside."
     rows, cols = start + tl.arange(0, BLOCK), tl.arange(0, DIM_PADDED)
-    return tl.load(base + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=(rows[:, None] < end) & (cols[None, :] < DIM), other=0.0)
+    return tl.load(base + rows[:, None].to(tl.int64) * stride + cols[None, :],
+                   mask=(rows[:, None] < end) & (cols[None, :] < DIM), other=0.0)
 
 
 @triton.jit
 def _store_tile(base, tile, start, stride, seq, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr):
     rows, cols = start + tl.arange(0, BLOCK), tl.arange(0, DIM_PADDED)
-    tl.store(base + rows[:, None].to(tl.int64) * stride + cols[None, :], tile.to(base.dtype.element_ty), mask=(rows[:, None] < seq) & (cols[None, :] < DIM))
+    tl.store(base + rows[:, None].to(tl.int64) * stride + cols[None, :], tile.to(base.dtype.element_ty),
+             mask=(rows[:, None] < seq) & (cols[None, :] < DIM))
 
 
 @triton.jit
 def _place(blocks, heads):
-    "Of a program: its block, its pair of batch and head, and these two apart. 64-bit division would call a function, so there is none."
+    """Of a program: its block, its pair of batch and head, and these two apart. 64-bit division would call a function,
+    so there is none."""
     pair = tl.program_id(0) // blocks
     return tl.program_id(0) % blocks, pair.to(tl.int64), (pair // heads).to(tl.int64), pair % heads
 
 
 @triton.jit
-def _row_reach(counts, index, line, q_block, end, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CAUSAL: tl.constexpr):
+def _row_reach(counts, index, line, q_block, end, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+               CAUSAL: tl.constexpr):
     "Of a row's list: how many blocks its queries see whole, and how many they see at all."
     places = tl.arange(0, BLOCKS)
     kept = places < tl.load(counts + line)
@@ -80,11 +89,13 @@ def _row_reach(counts, index, line, q_block, end, blocks, BLOCK: tl.constexpr, B
     whole, some = end // BLOCK, (end + BLOCK - 1) // BLOCK
     if CAUSAL: whole, some = tl.minimum(whole, q_block), tl.minimum(some, q_block + 1)
     some = tl.where(q_block * BLOCK < end, some, 0)
-    return tl.sum((kept & (numbers < tl.minimum(whole, some))).to(tl.int32)), tl.sum((kept & (numbers < some)).to(tl.int32))
+    seen_whole = tl.sum((kept & (numbers < tl.minimum(whole, some))).to(tl.int32))
+    return seen_whole, tl.sum((kept & (numbers < some)).to(tl.int32))
 
 
 @triton.jit
-def _col_reach(counts, index, line, k_block, end, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CAUSAL: tl.constexpr):
+def _col_reach(counts, index, line, k_block, end, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+               CAUSAL: tl.constexpr):
     "Of a column's list: the first and the end of the query blocks that see anything of it."
     places = tl.arange(0, BLOCKS)
     kept = places < tl.load(counts + line)
@@ -96,7 +107,8 @@ def _col_reach(counts, index, line, k_block, end, blocks, BLOCK: tl.constexpr, B
 
 @triton.jit
 def _seen(q_start, k_start, end, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    "Which pairs of a tile (queries, keys) count. Only numbers vary from tile to tile: a pipelined loop would keep whole tensors for each stage."
+    """Which pairs of a tile (queries, keys) count. Only numbers vary from tile to tile: a pipelined loop would keep
+    whole tensors for each stage."""
     keys = tl.arange(0, BLOCK)[None, :]
     seen = keys < end - k_start
     if CAUSAL: seen = seen & (keys - tl.arange(0, BLOCK)[:, None] <= q_start - k_start)
@@ -104,8 +116,10 @@ def _seen(q_start, k_start, end, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _forward_step(q, k_base, v_base, gate, gate_row, k_block, q_start, end, stride_k, stride_v, scale, largest, total, acc,
-                  DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def _forward_step(q, k_base, v_base, gate, gate_row, k_block, q_start, end, stride_k, stride_v, scale, largest, total,
+                  acc,
+                  DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+                  GATED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     "One block of keys of the online softmax."
     k_start = k_block * BLOCK
     k = _tile(k_base, k_start, stride_k, end, DIM, DIM_PADDED, BLOCK)
@@ -124,34 +138,45 @@ def _forward_step(q, k_base, v_base, gate, gate_row, k_block, q_start, end, stri
 @triton.jit
 def _forward_kernel(q, k, v, out, lse, counts, index, lengths, gate, scale, heads, groups, seq, blocks,
                     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-                    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CAUSAL: tl.constexpr,
+                    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+                    CAUSAL: tl.constexpr,
                     RAGGED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr):
     q_block, pair, batch, head = _place(blocks, heads)
     line, q_start = pair * blocks + q_block, q_block * BLOCK
     end = tl.load(lengths + batch) if RAGGED else seq
     whole, some = _row_reach(counts, index, line, q_block, end, blocks, BLOCK, BLOCKS, CAUSAL)
-    q_tile = _tile(q + batch * stride_qb + head.to(tl.int64) * stride_qh, q_start, stride_qs, end, DIM, DIM_PADDED, BLOCK)
-    k_base, v_base = k + batch * stride_kb + (head // groups).to(tl.int64) * stride_kh, v + batch * stride_vb + (head // groups).to(tl.int64) * stride_vh
+    q_tile = _tile(q + batch * stride_qb + head.to(tl.int64) * stride_qh, q_start, stride_qs, end, DIM, DIM_PADDED,
+                   BLOCK)
+    k_base = k + batch * stride_kb + (head // groups).to(tl.int64) * stride_kh
+    v_base = v + batch * stride_vb + (head // groups).to(tl.int64) * stride_vh
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BLOCK, DIM_PADDED], tl.float32)
     for i in range(whole):
-        largest, total, acc = _forward_step(q_tile, k_base, v_base, gate, line * blocks, tl.load(index + line * blocks + i), q_start, end, stride_ks, stride_vs, scale * LOG2E,
-                                            largest, total, acc, DIM, DIM_PADDED, BLOCK, CAUSAL, GATED, False, PRECISION)
+        largest, total, acc = _forward_step(q_tile, k_base, v_base, gate, line * blocks,
+                                            tl.load(index + line * blocks + i), q_start, end, stride_ks, stride_vs,
+                                            scale * LOG2E,
+                                            largest, total, acc, DIM, DIM_PADDED, BLOCK, CAUSAL, GATED, False,
+                                            PRECISION)
     for i in range(whole, some):
-        largest, total, acc = _forward_step(q_tile, k_base, v_base, gate, line * blocks, tl.load(index + line * blocks + i), q_start, end, stride_ks, stride_vs, scale * LOG2E,
+        largest, total, acc = _forward_step(q_tile, k_base, v_base, gate, line * blocks,
+                                            tl.load(index + line * blocks + i), q_start, end, stride_ks, stride_vs,
+                                            scale * LOG2E,
                                             largest, total, acc, DIM, DIM_PADDED, BLOCK, CAUSAL, GATED, True, PRECISION)
     rows = q_start + tl.arange(0, BLOCK)
     alive = (total != 0) & (rows < end)  # NaN is alive
     acc = tl.where(alive[:, None], acc / tl.where(alive, total, 1.0)[:, None], 0.0)
     _store_tile(out + pair * seq * DIM, acc, q_start, DIM, seq, DIM, DIM_PADDED, BLOCK)
-    tl.store(lse + pair * seq + rows, tl.where(alive, (largest + tl.log2(tl.where(alive, total, 1.0))) / LOG2E, float("inf")), mask=rows < seq)
+    tl.store(lse + pair * seq + rows, tl.where(alive, (largest + tl.log2(tl.where(alive, total, 1.0))) / LOG2E,
+                                               float("inf")), mask=rows < seq)
 
 
 @triton.jit
-def _slopes(left, left_other, right, right_other, lse, delta, seen, scale, GATED: tl.constexpr, PRECISION: tl.constexpr):
-    """Weights without the gate, and those times dL/dweight, of one tile: (queries, keys) from (q, grad, k, v), (keys, queries)
-    from (k, v, q, grad). The latter are left operands of the next product as they are, without a way through shared memory."""
+def _slopes(left, left_other, right, right_other, lse, delta, seen, scale, GATED: tl.constexpr,
+            PRECISION: tl.constexpr):
+    """Weights without the gate, and those times dL/dweight, of one tile: (queries, keys) from (q, grad, k, v),
+    (keys, queries) from (k, v, q, grad). The latter are left operands of the next product as they are, without a way
+    through shared memory."""
     scores = tl.dot(left, tl.trans(right), input_precision=PRECISION) * (scale * LOG2E) - lse * LOG2E
     if GATED: scores = tl.where(scores > LARGEST, LARGEST, scores)  # a closed block may dwarf the open ones
     weights = tl.where(seen, tl.exp2(scores), 0.0)
@@ -159,28 +184,34 @@ def _slopes(left, left_other, right, right_other, lse, delta, seen, scale, GATED
 
 
 @triton.jit
-def _query_grad_kernel(q, k, v, grad, lse, delta, counts, index, lengths, gate, dq, dgate, scale, heads, groups, seq, blocks,
-                       stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-                       DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CAUSAL: tl.constexpr,
+def _query_grad_kernel(q, k, v, grad, lse, delta, counts, index, lengths, gate, dq, dgate, scale, heads, groups, seq,
+                       blocks,
+                       stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
+                       stride_vs,
+                       DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+                       CAUSAL: tl.constexpr,
                        RAGGED: tl.constexpr, GATED: tl.constexpr, AUDIT: tl.constexpr, PRECISION: tl.constexpr):
     "Gradients of one block of queries, and of the gate of each of its kept blocks; in an audit, of the gate alone."
     q_block, pair, batch, head = _place(blocks, heads)
     line, q_start = pair * blocks + q_block, q_block * BLOCK
     end = tl.load(lengths + batch) if RAGGED else seq
     _, some = _row_reach(counts, index, line, q_block, end, blocks, BLOCK, BLOCKS, CAUSAL)
-    q_tile = _tile(q + batch * stride_qb + head.to(tl.int64) * stride_qh, q_start, stride_qs, end, DIM, DIM_PADDED, BLOCK)
+    q_tile = _tile(q + batch * stride_qb + head.to(tl.int64) * stride_qh, q_start, stride_qs, end, DIM, DIM_PADDED,
+                   BLOCK)
     grad_tile = _tile(grad + pair * seq * DIM, q_start, DIM, end, DIM, DIM_PADDED, BLOCK)
     rows = q_start + tl.arange(0, BLOCK)
     lse_rows = tl.load(lse + pair * seq + rows, mask=rows < end, other=float("inf"))
     delta_rows = tl.load(delta + pair * seq + rows, mask=rows < end, other=0.0)
-    k_base, v_base = k + batch * stride_kb + (head // groups).to(tl.int64) * stride_kh, v + batch * stride_vb + (head // groups).to(tl.int64) * stride_vh
+    k_base = k + batch * stride_kb + (head // groups).to(tl.int64) * stride_kh
+    v_base = v + batch * stride_vb + (head // groups).to(tl.int64) * stride_vh
     acc = tl.zeros([BLOCK, DIM_PADDED], tl.float32)
     for i in range(some):
         k_block = tl.load(index + line * blocks + i)
         k_tile = _tile(k_base, k_block * BLOCK, stride_ks, end, DIM, DIM_PADDED, BLOCK)
         v_tile = _tile(v_base, k_block * BLOCK, stride_vs, end, DIM, DIM_PADDED, BLOCK)
         seen = _seen(q_start, k_block * BLOCK, end, BLOCK, CAUSAL)
-        unused, slopes = _slopes(q_tile, grad_tile, k_tile, v_tile, lse_rows[:, None], delta_rows[:, None], seen, scale, GATED, PRECISION)
+        unused, slopes = _slopes(q_tile, grad_tile, k_tile, v_tile, lse_rows[:, None], delta_rows[:, None], seen, scale,
+                                 GATED, PRECISION)
         if GATED:
             tl.store(dgate + line * blocks + k_block, tl.sum(slopes))
             if not AUDIT: slopes *= tl.load(gate + line * blocks + k_block).to(tl.float32)
@@ -191,7 +222,8 @@ def _query_grad_kernel(q, k, v, grad, lse, delta, counts, index, lengths, gate, 
 @triton.jit
 def _key_grad_kernel(q, k, v, grad, lse, delta, counts, index, lengths, gate, dk, dv, scale, heads, groups, seq, blocks,
                      stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-                     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CAUSAL: tl.constexpr,
+                     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+                     CAUSAL: tl.constexpr,
                      RAGGED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr):
     "Gradients of one block of keys and values from one query head; where heads share keys, the caller sums them."
     k_block, pair, batch, head = _place(blocks, heads)
@@ -210,10 +242,12 @@ def _key_grad_kernel(q, k, v, grad, lse, delta, counts, index, lengths, gate, dk
         rows = q_start + places
         q_tile = _tile(q_base, q_start, stride_qs, end, DIM, DIM_PADDED, BLOCK)
         grad_tile = _tile(grad_base, q_start, DIM, end, DIM, DIM_PADDED, BLOCK)
-        lse_rows = tl.where(places < end - q_start, tl.load(lse + pair * seq + rows, mask=rows < end, other=0.0), float("inf"))
+        lse_rows = tl.where(places < end - q_start, tl.load(lse + pair * seq + rows, mask=rows < end, other=0.0),
+                            float("inf"))
         delta_rows = tl.load(delta + pair * seq + rows, mask=rows < end, other=0.0)
         seen = tl.trans(_seen(q_start, k_start, end, BLOCK, CAUSAL))
-        weights, slopes = _slopes(k_tile, v_tile, q_tile, grad_tile, lse_rows[None, :], delta_rows[None, :], seen, scale, GATED, PRECISION)
+        weights, slopes = _slopes(k_tile, v_tile, q_tile, grad_tile, lse_rows[None, :], delta_rows[None, :], seen,
+                                  scale, GATED, PRECISION)
         if GATED:
             of_block = tl.load(gate + (pair * blocks + q_block) * blocks + k_block).to(tl.float32)
             weights *= of_block
@@ -234,34 +268,45 @@ def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
 
 
 def launch_options(kernel, dim: int, dtype: torch.dtype) -> dict[str, int]:
-    "Warps and stages: as few and as many as go without register spills and with the shared memory of an A100 (`compile_check`)."
+    """Warps and stages: as few and as many as go without register spills and with the shared memory of an A100
+    (`compile_check`)."""
     if dtype == torch.float32: return dict(num_warps=16, num_stages=1)  # exact products, without tensor cores
     return dict(num_warps=8 if dim > 64 or kernel is _query_grad_kernel else 4, num_stages=3 if dim <= 64 else 2)
 
 
-def _common(q: Tensor, k: Tensor, v: Tensor, index: Tensor, lengths: Tensor | None, gate: Tensor | None, block_size: int, causal: bool) -> tuple[list, dict]:
+def _common(q: Tensor, k: Tensor, v: Tensor, index: Tensor, lengths: Tensor | None, gate: Tensor | None,
+            block_size: int, causal: bool) -> tuple[list, dict]:
     "What every launch needs: sizes and strides, and the compile-time settings."
     dim = q.shape[-1]
-    sizes = [q.shape[1], q.shape[1] // k.shape[1], q.shape[2], index.shape[-1], *(x.stride(i) for x in (q, k, v) for i in range(3))]
-    return sizes, dict(DIM=dim, DIM_PADDED=triton.next_power_of_2(dim), BLOCK=block_size, BLOCKS=triton.next_power_of_2(index.shape[-1]), CAUSAL=causal, RAGGED=lengths is not None, GATED=gate is not None,
+    sizes = [q.shape[1], q.shape[1] // k.shape[1], q.shape[2], index.shape[-1],
+             *(x.stride(i) for x in (q, k, v) for i in range(3))]
+    return sizes, dict(DIM=dim, DIM_PADDED=triton.next_power_of_2(dim), BLOCK=block_size,
+                       BLOCKS=triton.next_power_of_2(index.shape[-1]), CAUSAL=causal, RAGGED=lengths is not None,
+                       GATED=gate is not None,
                        PRECISION="ieee" if q.dtype == torch.float32 else "tf32")
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None, gate: Tensor | None,
+def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None,
+            gate: Tensor | None,
             block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     "Output like q, and the logarithm of the weights' sum (batch, heads, seq), +inf where nothing is kept."
     q, k, v = _rows_contiguous(q, k, v)
     sizes, settings = _common(q, k, v, row_index, lengths, gate, block_size, causal)
     gate = gate if gate is None else gate.contiguous()
     blocks = row_index.shape[-1]
-    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    out, lse = torch.empty(q.shape, dtype=q.dtype,
+                           device=q.device), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with _on(q):
-        _forward_kernel[(blocks * q.shape[0] * q.shape[1],)](q, k, v, out, lse, row_counts, row_index, lengths, gate, scale, *sizes, **settings, **launch_options(_forward_kernel, q.shape[-1], q.dtype))
+        _forward_kernel[(blocks * q.shape[0] * q.shape[1],)](q, k, v, out, lse, row_counts, row_index, lengths, gate,
+                                                             scale, *sizes, **settings,
+                                                             **launch_options(_forward_kernel, q.shape[-1], q.dtype))
     return out, lse
 
 
-def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor, row_index: Tensor, col_counts: Tensor, col_index: Tensor,
-             lengths: Tensor | None, gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None, block_size: int, causal: bool, scale: float,
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor,
+             row_index: Tensor, col_counts: Tensor, col_index: Tensor,
+             lengths: Tensor | None, gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None,
+             block_size: int, causal: bool, scale: float,
              ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     "Gradients of q, k, v and, where there is a gate, of it."
     q, k, v = _rows_contiguous(q, k, v)
@@ -275,9 +320,12 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     blocks, batch = row_index.shape[-1], q.shape[0]
     grid, queries = (blocks * batch * q.shape[1],), launch_options(_query_grad_kernel, q.shape[-1], q.dtype)
     with _on(q):
-        _query_grad_kernel[grid](q, k, v, grad, lse, delta, row_counts, row_index, lengths, gate, dq, dgate, scale, *sizes, AUDIT=False, **settings, **queries)
-        _key_grad_kernel[grid](q, k, v, grad, lse, delta, col_counts, col_index, lengths, gate, dk, dv, scale, *sizes, **settings, **launch_options(_key_grad_kernel, q.shape[-1], q.dtype))
+        _query_grad_kernel[grid](q, k, v, grad, lse, delta, row_counts, row_index, lengths, gate, dq, dgate, scale,
+                                 *sizes, AUDIT=False, **settings, **queries)
+        _key_grad_kernel[grid](q, k, v, grad, lse, delta, col_counts, col_index, lengths, gate, dk, dv, scale, *sizes,
+                               **settings, **launch_options(_key_grad_kernel, q.shape[-1], q.dtype))
         if audit_counts is not None:
-            _query_grad_kernel[grid](q, k, v, grad, lse, delta, audit_counts, audit_index, lengths, gate, dq, dgate, scale, *sizes, AUDIT=True, **settings, **queries)
+            _query_grad_kernel[grid](q, k, v, grad, lse, delta, audit_counts, audit_index, lengths, gate, dq, dgate,
+                                     scale, *sizes, AUDIT=True, **settings, **queries)
     if shared: dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype) for x in (dk, dv))
     return dq, dk, dv, None if gate is None else dgate.to(gate.dtype)

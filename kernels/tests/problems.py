@@ -38,14 +38,21 @@ def check(backend, *, causal=False, ragged=False, gated=False, device="cpu", **s
     lists = BlockLists.from_mask(to(mask), seq, block)
     audited = BlockLists.from_mask(to(audit), seq, block) if gated else None
 
-    sparse = lambda q, k, v, gate=None: block_sparse_attention(q, k, v, lists, lengths=to(lengths), causal=causal, gate=gate, audit=audited, backend=backend)
-    dense = lambda q, k, v, gate=None: dense_attention(q, k, v, mask, block, lengths=lengths, causal=causal, gate=gate, audit=audit)
+    sparse = lambda q, k, v, gate=None: block_sparse_attention(q, k, v, lists, lengths=to(lengths), causal=causal,
+                                                               gate=gate, audit=audited, backend=backend)
+    dense = lambda q, k, v, gate=None: dense_attention(q, k, v, mask, block, lengths=lengths, causal=causal, gate=gate,
+                                                       audit=audit)
     measured = results(sparse, [to(x) for x in tensors], weight)
     exact = results(dense, [x.double() for x in tensors], weight)
     same = results(dense, tensors, weight)
     slope = weight.norm(dim=-1).max() * v.double().norm(dim=-1).max()
     for name, m, e, s in zip(("output", "q", "k", "v", "gate"), measured, exact, same):
-        rounding = 8 * torch.finfo(q.dtype).eps * (1 + e.abs().max())  # dense attention can be right by luck on a few numbers
-        if name in "qk": rounding = max(rounding, 2 * torch.finfo(q.dtype).eps * slope * torch.cat([q, k], 1).abs().max() / q.shape[-1]**0.5)  # differences of such terms
-        if name == "gate": rounding = max(rounding, 3e-5 * (1 + e.abs().max()))  # a float32 sum over a block, whose terms often cancel
+        # dense attention can be right by luck on a few numbers
+        rounding = 8 * torch.finfo(q.dtype).eps * (1 + e.abs().max())
+        # differences of such terms
+        if name in "qk":
+            rounding = max(rounding, 2 * torch.finfo(q.dtype).eps * slope
+                           * torch.cat([q, k], 1).abs().max() / q.shape[-1]**0.5)
+        # a float32 sum over a block, whose terms often cancel
+        if name == "gate": rounding = max(rounding, 3e-5 * (1 + e.abs().max()))
         assert (m - e).abs().max() <= (2 if name == "output" else 3) * (s - e).abs().max() + rounding, name

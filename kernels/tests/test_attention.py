@@ -26,7 +26,8 @@ def test_padding_changes_nothing(backend):
     out = block_sparse_attention(q, k, v, lists_of(mask, 24), backend=backend)
     pad = lambda x: torch.cat([x, torch.full_like(x[:, :, :13], 1e4)], 2)
     kept = torch.nn.functional.pad(mask, (0, 2, 0, 2), value=True)
-    padded = block_sparse_attention(pad(q), pad(k), pad(v), lists_of(kept), lengths=torch.tensor([24, 24]), backend=backend)
+    padded = block_sparse_attention(pad(q), pad(k), pad(v), lists_of(kept), lengths=torch.tensor([24, 24]),
+                                    backend=backend)
     torch.testing.assert_close(padded[:, :, :24], out)
     assert not padded[:, :, 24:].any()
 
@@ -41,7 +42,8 @@ def test_a_dropped_block_is_not_read(backend):
 
 def test_nothing_kept(backend):
     q, k, v, mask = problem()
-    out, *grads = results(lambda *x: block_sparse_attention(*x, lists_of(mask & False), backend=backend), [q, k, v], torch.ones_like(q))
+    out, *grads = results(lambda *x: block_sparse_attention(*x, lists_of(mask & False), backend=backend), [q, k, v],
+                          torch.ones_like(q))
     assert not out.any() and not any(g.any() for g in grads)
 
 
@@ -65,16 +67,20 @@ def test_auto_takes_dense_attention_where_all_is_kept(monkeypatch):
     calls = []
     for name in ("full", "cpp", "cpu"):
         module = getattr(attention, name)
-        monkeypatch.setattr(module, "forward", lambda *args, name=name, real=module.forward: calls.append(name) or real(*args))
+        monkeypatch.setattr(module, "forward", lambda *args, name=name, real=module.forward: calls.append(name)
+                            or real(*args))
     monkeypatch.setattr(attention.cpp, "why_not", lambda q, block_size: "no reason")
-    for kept, gate in [(mask | True, None), (mask, None), (mask | True, torch.ones(mask.shape))]: block_sparse_attention(q, k, v, lists_of(kept), gate=gate)
+    for kept, gate in [(mask | True, None), (mask, None), (mask | True, torch.ones(mask.shape))]:
+        block_sparse_attention(q, k, v, lists_of(kept), gate=gate)
     assert calls == ["full", "cpu", "cpu"]
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_everything_kept(causal):
     q, k, v, mask = problem(kv_heads=4)
-    call = lambda backend: results(lambda *x: block_sparse_attention(*x, lists_of(mask | True), causal=causal, backend=backend), [q, k, v], q)
+    call = lambda backend: results(lambda
+                                   *x: block_sparse_attention(*x, lists_of(mask | True), causal=causal,
+                                                              backend=backend), [q, k, v], q)
     for a, b in zip(call("auto"), call("dense")): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -93,9 +99,11 @@ def test_layouts():
 
 def test_flex_agrees():
     q, k, v, mask = problem(seq=70, block=16, heads=2, batch=1)
-    call = lambda backend: block_sparse_attention(q, k, v, lists_of(mask, 70, 16), causal=True, lengths=torch.tensor([60]), backend=backend)
+    call = lambda backend: block_sparse_attention(q, k, v, lists_of(mask, 70, 16), causal=True,
+                                                  lengths=torch.tensor([60]), backend=backend)
     torch.testing.assert_close(call("flex"), call("dense"))
-    with pytest.raises(ValueError, match="no gradient on a CPU"): block_sparse_attention(q.requires_grad_(), k, v, lists_of(mask, 70, 16), backend="flex")
+    with pytest.raises(ValueError, match="no gradient on a CPU"):
+        block_sparse_attention(q.requires_grad_(), k, v, lists_of(mask, 70, 16), backend="flex")
 
 
 def test_operator():
@@ -103,8 +111,10 @@ def test_operator():
     from dendritic_kernels.attention import _attention
     q, k, v, mask = problem(batch=1, seq=13)  # a ragged last block
     lists = lists_of(mask, 13)
-    torch.library.opcheck(_attention, (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), lists.row_counts, lists.row_index, lists.col_counts, lists.col_index,
-                                       None, torch.ones(mask.shape, requires_grad=True), None, None, 8, False, 0.25, "cpu"))
+    torch.library.opcheck(_attention, (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), lists.row_counts,
+                                       lists.row_index, lists.col_counts, lists.col_index,
+                                       None, torch.ones(mask.shape,
+                                                        requires_grad=True), None, None, 8, False, 0.25, "cpu"))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -119,7 +129,8 @@ def test_compile_keeps_one_graph(dynamic):
 def test_flops_count_what_is_kept():
     q, k, v, mask = problem(seq=32, dim=16, dtype=torch.float32)
     for x in (q, k, v): x.requires_grad_()
-    with FlopCounterMode(display=False) as forward: out = block_sparse_attention(q, k, v, lists_of(mask, 32), backend="cpu")
+    with FlopCounterMode(display=False) as forward:
+        out = block_sparse_attention(q, k, v, lists_of(mask, 32), backend="cpu")
     with FlopCounterMode(display=False) as backward: out.sum().backward()
     assert forward.get_total_flops() == 2 * 2 * int(mask.sum()) * 8 * 8 * 16
     assert backward.get_total_flops() == 5 * 2 * int(mask.sum()) * 8 * 8 * 16
@@ -135,7 +146,8 @@ lists = lists_of(good[3])
     (dict(q=good[0].int()), TypeError, "floating-point"),
     (dict(k=good[1].half()), TypeError, "one dtype"),
     (dict(k=good[1].to("meta")), ValueError, "one device"),
-    (dict(q=torch.zeros(2, 4, 37, 0), k=torch.zeros(2, 2, 37, 0), v=torch.zeros(2, 2, 37, 0)), ValueError, "head_dim must be at least 1"),
+    (dict(q=torch.zeros(2, 4, 37, 0), k=torch.zeros(2, 2, 37, 0), v=torch.zeros(2, 2, 37, 0)), ValueError,
+     "head_dim must be at least 1"),
     (dict(k=good[1][:, :, :30]), ValueError, "k and v must be"),
     (dict(v=good[2][..., :8]), ValueError, "k and v must be"),
     (dict(k=torch.zeros(2, 3, 37, 16), v=torch.zeros(2, 3, 37, 16)), ValueError, "multiple of k's 3"),
@@ -150,7 +162,8 @@ lists = lists_of(good[3])
     (dict(gate=torch.ones(2, 4, 5, 5, dtype=torch.int32)), TypeError, "gate must be"),
     (dict(gate=torch.ones(2, 4, 5, 4)), ValueError, r"\(2, 4, 5, 5\)"),
     (dict(audit=lists), ValueError, "audit needs a gate"),
-    (dict(gate=torch.ones(2, 4, 5, 5), audit=lists_of(torch.ones(2, 4, 3, 3, dtype=torch.bool), 37, 16)), ValueError, "blocks of 16"),
+    (dict(gate=torch.ones(2, 4, 5, 5), audit=lists_of(torch.ones(2, 4, 3, 3, dtype=torch.bool), 37, 16)), ValueError,
+     "blocks of 16"),
     (dict(gate=torch.ones(2, 4, 5, 5), backend="sdpa"), ValueError, "takes no gate"),
     (dict(scale=float("nan")), ValueError, "scale must be finite"),
     (dict(backend="fast"), ValueError, "backend must be one of"),
@@ -169,7 +182,9 @@ def test_nan_reaches_only_the_queries_that_see_it(backend, of):
     out = block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 48, 16), backend=backend)
     assert out[:, :, 2].isnan().all() and not out[:, :, 16:].isnan().any()
     k[:, :, 40:], v[:, :, 40:], q[:, :, 40:] = torch.nan, torch.nan, torch.nan
-    short, *grads = results(lambda *x: block_sparse_attention(*x, BlockLists.from_mask(mask, 48, 16), lengths=torch.tensor([40]), backend=backend), [q, k, v], torch.ones_like(q))
+    short, *grads = results(lambda *x: block_sparse_attention(*x, BlockLists.from_mask(mask, 48, 16),
+                                                              lengths=torch.tensor([40]),
+                                                              backend=backend), [q, k, v], torch.ones_like(q))
     assert not short[:, :, 16:].isnan().any() and not any(g[:, :, 16:].isnan().any() for g in grads)
 
 
@@ -180,7 +195,9 @@ def test_a_closed_block_may_dwarf_the_others(backend):
     k[:, :, :16] = q.mean(2, keepdim=True) * 1000
     gate = torch.ones(mask.shape)
     gate[..., 0] = 0
-    closed = lambda q, k, v, gate: block_sparse_attention(q, k, v, BlockLists.from_mask(mask | True, 48, 16), gate=gate, backend=backend)
+    closed = lambda q, k, v, gate: block_sparse_attention(q, k, v, BlockLists.from_mask(mask | True, 48, 16), gate=gate,
+                                                          backend=backend)
     out, *grads = results(closed, [q, k, v, gate], torch.ones_like(q))
-    torch.testing.assert_close(out, block_sparse_attention(q, k, v, BlockLists.from_mask(gate > 0, 48, 16), backend="dense").double(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, block_sparse_attention(q, k, v, BlockLists.from_mask(gate > 0, 48, 16),
+                                                           backend="dense").double(), rtol=1e-4, atol=1e-5)
     assert backend == "dense" or all(g.isfinite().all() for g in grads)

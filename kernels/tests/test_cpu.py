@@ -9,8 +9,10 @@ from problems import check, problem
 
 
 @settings(max_examples=60, deadline=None, print_blob=True)
-@given(seed=st.integers(0, 10**6), batch=st.integers(1, 3), kv_heads=st.integers(1, 2), groups=st.integers(1, 3), seq=st.integers(1, 70), dim=st.sampled_from([1, 16, 33]),
-       block=st.sampled_from([1, 8, 16]), density=st.sampled_from([0, 0.1, 0.5, 0.9, 1]), causal=st.booleans(), ragged=st.booleans(), gated=st.booleans(), chunk=st.sampled_from([1, 2**10, 2**19]))
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 3), kv_heads=st.integers(1, 2), groups=st.integers(1, 3),
+       seq=st.integers(1, 70), dim=st.sampled_from([1, 16, 33]),
+       block=st.sampled_from([1, 8, 16]), density=st.sampled_from([0, 0.1, 0.5, 0.9, 1]),
+       causal=st.booleans(), ragged=st.booleans(), gated=st.booleans(), chunk=st.sampled_from([1, 2**10, 2**19]))
 def test_agrees_with_the_reference(groups, kv_heads, chunk, **sizes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "CHUNK", chunk)
@@ -22,9 +24,12 @@ needs_compiler = pytest.mark.skipif(cpp._library()[1] is not None, reason=f"C++ 
 
 @needs_compiler
 @settings(max_examples=60, deadline=None, print_blob=True)
-@given(seed=st.integers(0, 10**6), batch=st.integers(1, 3), kv_heads=st.integers(1, 2), groups=st.integers(1, 3), seq=st.integers(1, 150), dim=st.sampled_from([1, 16, 33, 64, 128]),
-       block=st.sampled_from([16, 48, 64]), density=st.sampled_from([0, 0.1, 0.5, 0.9, 1]), causal=st.booleans(), ragged=st.booleans(), gated=st.booleans())
-def test_cpp_agrees_with_the_reference(groups, kv_heads, **sizes): check("cpp", heads=kv_heads * groups, kv_heads=kv_heads, **sizes)
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 3), kv_heads=st.integers(1, 2), groups=st.integers(1, 3),
+       seq=st.integers(1, 150), dim=st.sampled_from([1, 16, 33, 64, 128]),
+       block=st.sampled_from([16, 48, 64]), density=st.sampled_from([0, 0.1, 0.5, 0.9, 1]),
+       causal=st.booleans(), ragged=st.booleans(), gated=st.booleans())
+def test_cpp_agrees_with_the_reference(groups, kv_heads, **sizes):
+    check("cpp", heads=kv_heads * groups, kv_heads=kv_heads, **sizes)
 
 
 @needs_compiler
@@ -40,7 +45,8 @@ def test_cpp_large_scores():
 
 def test_cpp_says_why_not(monkeypatch):
     q, k, v, mask = problem(block=5)
-    with pytest.warns(UserWarning, match="multiple of"): out = block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 37, 5), backend="cpp")
+    with pytest.warns(UserWarning, match="multiple of"):
+        out = block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 37, 5), backend="cpp")
     torch.testing.assert_close(out, block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 37, 5), backend="cpu"))
     monkeypatch.setattr(cpp, "_library", lambda: (None, "no C++ compiler was found"))
     lists = BlockLists.from_mask(problem(block=16)[3], 37, 16)
@@ -82,7 +88,8 @@ def test_audit_is_the_gate_s_derivative_at_zero():
     q, k, v, mask = problem(batch=1, heads=1, kv_heads=1, seq=16, dtype=torch.float64)
     mask[:] = torch.tensor([[True, False], [True, True]])
     gate = torch.ones(mask.shape, dtype=torch.float64).masked_fill(~mask, 0).requires_grad_()
-    loss = lambda gate, kept, audit=None: (block_sparse_attention(q, k, v, BlockLists.from_mask(kept, 16, 8), gate=gate, audit=audit, backend="cpu") ** 3).sum()
+    loss = lambda gate, kept, audit=None: (block_sparse_attention(q, k, v, BlockLists.from_mask(kept, 16, 8), gate=gate,
+                                                                  audit=audit, backend="cpu") ** 3).sum()
     slope, = torch.autograd.grad(loss(gate, mask, BlockLists.from_mask(~mask, 16, 8)), gate)
     step = torch.zeros_like(gate)
     step[0, 0, 0, 1] = 1e-6

@@ -12,13 +12,15 @@ def test_lists_hold_the_mask(seed, blocks, density):
     mask = torch.rand(2, 3, blocks, blocks, generator=torch.Generator().manual_seed(seed)) < density
     lists = BlockLists.from_mask(mask, blocks * 4 - 1, 4)
     assert torch.equal(lists.block_mask(), mask)
-    for counts, index, lines in ((lists.row_counts, lists.row_index, mask), (lists.col_counts, lists.col_index, mask.transpose(-1, -2))):
+    for counts, index, lines in ((lists.row_counts, lists.row_index, mask),
+                                 (lists.col_counts, lists.col_index, mask.transpose(-1, -2))):
         for count, numbers, line in zip(counts.flatten(), index.flatten(0, 2), lines.reshape(-1, blocks)):
             assert numbers[:count].tolist() == line.nonzero().flatten().tolist()
             assert sorted(numbers.tolist()) == list(range(blocks))  # what stands past the count is a block too
     assert lists.row_counts.dtype == lists.col_index.dtype == torch.int32
     assert lists.density() == pytest.approx(mask.float().mean().item())
-    BlockLists(lists.row_counts, lists.row_index, lists.col_counts, lists.col_index, blocks * 4 - 1, 4)  # passes its own checks
+    # passes its own checks
+    BlockLists(lists.row_counts, lists.row_index, lists.col_counts, lists.col_index, blocks * 4 - 1, 4)
 
 
 def test_from_scores():
@@ -57,7 +59,8 @@ def test_refused_scores(scores):
 def by_hand(**change):
     lists = BlockLists.from_mask(torch.tensor([[[[True, False], [True, True]]]]), 8, 4)
     fields = {name: getattr(lists, name) for name in BlockLists.__dataclass_fields__}
-    return BlockLists(**fields | {name: torch.tensor(value, dtype=torch.int32) if isinstance(value, list) else value for name, value in change.items()})
+    return BlockLists(**fields | {name: torch.tensor(value, dtype=torch.int32) if isinstance(value, list) else value
+                                  for name, value in change.items()})
 
 
 @pytest.mark.parametrize("change, error, message", [

@@ -1,4 +1,4 @@
-"""The Triton kernels: on a GPU where there is one, else in the interpreter; and compiled for GPUs that are not there."""
+"""The Triton kernels: on a GPU where there is one, else in the interpreter; and compiled for GPUs that are missing."""
 
 import subprocess
 import sys
@@ -14,8 +14,10 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda") 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [
-    dict(seq=64), dict(seq=70, causal=True, ragged=True, gated=True), dict(seq=33, ragged=True, dim=24), dict(seq=48, causal=True, density=1.0),
-    dict(seq=130, dim=64, block=64, heads=1, kv_heads=1, batch=1, gated=True), dict(seq=16, gated=True, density=0.0), dict(seq=1, dim=33), dict(seq=50, gated=True, density=0.1, heads=3, kv_heads=1),
+    dict(seq=64), dict(seq=70, causal=True, ragged=True, gated=True), dict(seq=33, ragged=True, dim=24),
+    dict(seq=48, causal=True, density=1.0), dict(seq=130, dim=64, block=64, heads=1, kv_heads=1, batch=1, gated=True),
+    dict(seq=16, gated=True, density=0.0), dict(seq=1, dim=33),
+    dict(seq=50, gated=True, density=0.1, heads=3, kv_heads=1),
 ], ids=str)
 def test_agrees_with_the_reference(sizes, dtype): check("triton", device=DEVICE, dtype=dtype, **{"block": 16} | sizes)
 
@@ -27,14 +29,18 @@ def test_lists_in_one_launch():
         mask = problem(seq=blocks * 8, density=density)[3]
         for layout in (mask, mask.transpose(-1, -2)):
             lists = BlockLists.from_mask(layout, blocks * 8, 8)
-            for source in ((layout.to(DEVICE),), (torch.where(layout, 0.75, float("nan")).to(DEVICE), 0.5), (torch.where(layout, 0.75, 0.5).half().to(DEVICE), 0.5)):
-                for built, expected in zip(build_lists(*source), (lists.row_counts, lists.row_index, lists.col_counts, lists.col_index)): assert torch.equal(built.cpu(), expected)
+            for source in ((layout.to(DEVICE),), (torch.where(layout, 0.75, float("nan")).to(DEVICE), 0.5),
+                           (torch.where(layout, 0.75, 0.5).half().to(DEVICE), 0.5)):
+                for built, expected in zip(build_lists(*source),
+                                           (lists.row_counts, lists.row_index, lists.col_counts, lists.col_index)):
+                    assert torch.equal(built.cpu(), expected)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_without_spills(capability):
     "In a process of its own, because the interpreter is chosen at import."
     import os
-    done = subprocess.run([sys.executable, "-m", "dendritic_kernels.compile_check", str(capability)], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-m", "dendritic_kernels.compile_check", str(capability)],
+                          capture_output=True, text=True,
                           env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"})
     assert done.returncode == 0, done.stdout + done.stderr
