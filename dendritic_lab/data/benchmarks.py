@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['logger', 'ONE', 'TWO', 'BINARY', 'ENTAILMENT', 'BENCHMARKS', 'Benchmark', 'rated', 'glue', 'hub_row', 'hub_splits',
            'class_number', 'label_score', 'check_row', 'check', 'digest', 'offline', 'available', 'read_source',
-           'how_to_get', 'candidates', 'first_splits', 'load', 'sample', 'Rows', 'Splits', 'hold_out', 'three_way']
+           'how_to_get', 'candidates', 'first_splits', 'load', 'sample', 'Rows', 'Splits', 'hold_out',
+           'hold_out_sentences', 'three_way']
 
 # %% ../../nbs/data/01_benchmarks.ipynb #2852de83
 import hashlib
@@ -21,10 +22,11 @@ from pathlib import Path
 from . import tables
 from .sources import EDITORIALS, FILM_REVIEWS, PRODUCT_REVIEWS, TWEETS, DataError, PackageFile
 from .sources import local_dir
-from .tables import Rows, Splits, embedded_snippets, hold_out, three_way, with_validation
+from .tables import Rows, Splits, embedded_snippets, hold_out, hold_out_sentences, three_way
+from .tables import with_validation
 
 # %% ../../nbs/data/01_benchmarks.ipynb #6f94beff
-_all_ = ["Rows", "Splits", "hold_out", "three_way"]  # importable from here too
+_all_ = ["Rows", "Splits", "hold_out", "hold_out_sentences", "three_way"]  # importable from here too
 logger = logging.getLogger(__name__)
 
 # %% ../../nbs/data/01_benchmarks.ipynb #e096ac0a

@@ -14,7 +14,8 @@ from ..measure import evaluating
 from ..models.liquid_operations import operations
 from ..models.liquid_vit import LiquidViT, LiquidViTConfig, anneal, learning_rates
 from ..models.masked_autoencoder import MaskedAutoencoder
-from .loop import Fit, distillation_loss, fit
+from .distillation import distillation_loss
+from .loop import Fit, fit
 
 # %% ../../nbs/training/04_liquid.ipynb #7d8bf7fa
 from collections.abc import Callable, Iterator, Sequence

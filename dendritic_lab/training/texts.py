@@ -8,7 +8,8 @@ __all__ = ['predict_texts', 'fit_texts']
 # %% ../../nbs/training/06_texts.ipynb #5d489205
 from ..data.batches import text_batches
 from ..evaluate import accuracy, predict
-from .loop import Fit, distillation_loss, fit
+from .distillation import distillation_loss
+from .loop import Fit, fit
 
 from collections.abc import Callable, Sequence
 
