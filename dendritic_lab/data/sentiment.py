@@ -6,7 +6,8 @@
 __all__ = ['Labelled', 'sentiment']
 
 # %% ../../nbs/data/09_sentiment.ipynb #8fc9e416
-from .benchmarks import digest, hold_out_sentences, load
+from .benchmarks import digest, load
+from .tables import hold_out_sentences
 
 from dataclasses import dataclass
 
