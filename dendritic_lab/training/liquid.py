@@ -15,7 +15,8 @@ from ..models.liquid_operations import operations
 from ..models.liquid_vit import LiquidViT, LiquidViTConfig, anneal, learning_rates
 from ..models.masked_autoencoder import MaskedAutoencoder
 from .distillation import distillation_loss
-from .loop import Fit, fit
+from .loop import fit
+from .state import Fit
 
 # %% ../../nbs/training/04_liquid.ipynb #7d8bf7fa
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ def match_operations(
     distance(best)
     return best
 
-# %% ../../nbs/training/04_liquid.ipynb #0ada3f86
+# %% ../../nbs/training/04_liquid.ipynb #5660e93e
 RIVALS = {"random": RandomGate, "evit": EViTGate, "tome": ToMeGate, "dynamicvit": DynamicViTGate}
 ARMS = ("baseline", "full", "gating", "cfc", "sparse", *RIVALS, "conv", "mae")
 
@@ -67,7 +68,7 @@ def build_arm(
     match_operations(model, sum(operations(LiquidViT(full)).values()))
     return model
 
-# %% ../../nbs/training/04_liquid.ipynb #c3004a9f
+# %% ../../nbs/training/04_liquid.ipynb #c698fd9b
 def proportioned(width: int, **settings) -> LiquidViTConfig:
     "The full model's configuration at a width, whose gates and heads follow it."
     sizes = dict(heads=max(4, width // 32), gate_dim=max(1, width // 4), state_dim=max(1, width // 8))
@@ -101,7 +102,7 @@ def scorer(batches: DataLoader, labels: Tensor) -> Callable[[nn.Module], dict[st
     "What `fit` evaluates: accuracy on these images, 0 to 1, with tokens really dropped."
     return lambda model: {"accuracy": accuracy(predict(model, batches), labels.cpu())}
 
-# %% ../../nbs/training/04_liquid.ipynb #cf51e46f
+# %% ../../nbs/training/04_liquid.ipynb #161bc60b
 @dataclass(frozen=True)
 class Recipe:
     "How the arms of a comparison are trained."
@@ -133,7 +134,7 @@ RECIPES = {
     "plain": Recipe(), "smooth": smooth, "tuned": replace(smooth, tuning_epochs=6),
     "document": Recipe(anneal=0.2, soft=0.04, **strong)}
 
-# %% ../../nbs/training/04_liquid.ipynb #0cf6f712
+# %% ../../nbs/training/04_liquid.ipynb #ec13900e
 Split = tuple[Tensor, Tensor]  # (images, 3, height, width) uint8 pixels, (images,) labels
 
 
@@ -155,7 +156,7 @@ def pretrain(model: LiquidViT, train: DataLoader, *, decoder_width: int = 64, **
     settings = dict(schedule="cosine", warmup=0.05, weight_decay=0.05, description="masked autoencoding") | settings
     return fit(MaskedAutoencoder(model, decoder_width=decoder_width), train, **settings)
 
-# %% ../../nbs/training/04_liquid.ipynb #ba23da0d
+# %% ../../nbs/training/04_liquid.ipynb #6485d021
 def train_arms(
     names: Sequence[str],  # of `ARMS`
     full: LiquidViTConfig,  # of the full model
