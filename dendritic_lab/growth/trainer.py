@@ -11,6 +11,8 @@ from .settings import GrowthError
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..training.processes import forget_optimizers
+
 # %% ../../nbs/growth/06_trainer.ipynb #51d8fe65
 class GrowthCallback(TrainerCallback):
     """Connects a session and a Trainer: `GrowthCallback(session, trainer)`.
@@ -55,7 +57,7 @@ class GrowthCallback(TrainerCallback):
         trainer = self.trainer
         trainer.optimizer = trainer.lr_scheduler = None
         trainer.create_optimizer_and_scheduler(num_training_steps=steps)
-        trainer.accelerator._optimizers.clear()
+        forget_optimizers(trainer.accelerator)
         trainer.optimizer = trainer.accelerator.prepare(trainer.optimizer)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_):
