@@ -96,8 +96,7 @@ TOLERANCE = 0.01  # of the claimed figure
 
 def is_count(claim: dict, value: float) -> str:
     "Whether a count is the claimed one: 'confirmed' or 'not confirmed'."
-    unit = last_digit(str(claim["value"])) or 1.0
-    return "confirmed" if abs(value - claim["value"]) <= unit / 2 * (1 + 1e-9) else "not confirmed"
+    return "confirmed" if agrees(claim["value"], Rounded(value, value)) else "not confirmed"
 
 
 def compare(claim: dict, metric: dict) -> str:

@@ -68,14 +68,13 @@ def _variances(items: np.ndarray, statistic: Callable | None, resamples: int) ->
     return per_seed, draws.mean(1).var() * correction, draws.var(0).mean() * correction
 
 # %% ../../nbs/measure/02_statistics.ipynb #3e5d9ab6
-def _least_variance(items: np.ndarray, paired: bool) -> float:
-    "The least variance over test sets that right-or-wrong items can claim; 0 for other items."
-    levels = np.unique(items)
-    if levels.size > (3 if paired else 2): return 0.0
-    span, count = max(np.abs(levels).max(), np.ptp(levels)), items.shape[1]
-    if paired: return float(span / (count + 2)) ** 2
-    share = (abs(items.mean()) / span if span else 0.0) * count
-    share = (share + 2) / (count + 4)
+def _least_variance(arms: list[np.ndarray], bounds: tuple[float, float]) -> float:
+    "The least variance over test sets of items that are right or wrong, all at one of the metric's bounds; else 0."
+    low, high = bounds
+    if not math.isfinite(high - low) or not all(np.isin(arm, bounds).all() for arm in arms): return 0.0
+    span, count = high - low, arms[0].shape[1]
+    if len(arms) == 2: return (span / (count + 2)) ** 2
+    share = ((arms[0].mean() - low) / span * count + 2) / (count + 4)
     return float(span**2 * share * (1 - share) / (count + 4))
 
 # %% ../../nbs/measure/02_statistics.ipynb #ebfc679e
@@ -90,6 +89,7 @@ def interval(
 ) -> Interval:
     "A figure over seeds and test items, or a paired difference. With fewer than 3 seeds it is about items only."
     x = _checked(items)
+    least = _least_variance([x] if other is None else [x, _checked(other)], bounds) if statistic is None else 0.0
     if other is not None:
         y = _checked(other)
         if x.shape != y.shape: raise ValueError(f"arms are paired by seed and item, got shapes {x.shape} and {y.shape}")
@@ -100,7 +100,7 @@ def interval(
             statistic = lambda rows: single(rows[:, 0]) - single(rows[:, 1])
     _check_confidence(confidence)
     per_seed, item_part, each = _variances(x, statistic, resamples)
-    if statistic is None: item_part = max(item_part, _least_variance(x, other is not None))
+    item_part = max(item_part, least)
     seeds, count = x.shape[:2]
     if seeds < 3: return _around(per_seed, item_part, count - 1, bounds, confidence, "items")
     seed_part = per_seed.var(ddof=1) / seeds

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 # %% ../../nbs/models/12_masked_autoencoder.ipynb #db126c44
-def to_patches(pixels: Tensor, size: int) -> Tensor:  # (batch, channels, height, width) -> (batch, patches, size² * channels)
+def to_patches(pixels: Tensor, size: int) -> Tensor:  # (batch, channels, height, width) -> (batch, patches, numbers)
     "Each patch as a row, in the order of the model's tokens."
     batch, channels, height, width = pixels.shape
     grid = pixels.reshape(batch, channels, height // size, size, width // size, size)
