@@ -115,9 +115,10 @@ def configuration(model: nn.Module) -> str:
 def described(state: State) -> dict:
     "What a checkpoint says beside its tensors, for JSON."
     scaler = state.accelerator.scaler
+    loss_scale = None if scaler is None else scaler.state_dict()
     return {"settings": vars(state.settings), "configuration": state.configuration, "batches": state.batches,
             "epoch": state.epoch, "step": state.step, "fit": vars(state.fit),
-            "scheduler": plain_entries(state.scheduler.state_dict()), "loss_scale": None if scaler is None else scaler.state_dict()}
+            "scheduler": plain_entries(state.scheduler.state_dict()), "loss_scale": loss_scale}
 
 
 def save(state: State) -> None:
