@@ -19,12 +19,12 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-COLLECTING = re.compile(r"(\S+) \s*Collecting ([\w.-]+)==")
+LOOKED_FOR = re.compile(r"(\S+) \d+ location\(s\) to search for versions of (\S+):")
 
 
 def downloads(log: Path) -> dict[str, float]:  # package -> seconds
     "The time from each package's first line in pip's log to the next package's; the last one is left out."
-    found = [m.groups() for line in log.read_text().splitlines() if (m := COLLECTING.match(line))]
+    found = [m.groups() for line in log.read_text().splitlines() if (m := LOOKED_FOR.match(line))]
     starts = [(datetime.fromisoformat(stamp.replace(",", ".")), name) for stamp, name in found]
     return {key(name): (end - start).total_seconds() for (start, name), (end, _) in pairwise(starts)}
 
@@ -33,7 +33,8 @@ def unpacked(packages: Path) -> list[tuple[str, float, float]]:  # package, seco
     "What pip installed after the first package, by the marks that it writes last."
     marks = sorted((mark.stat().st_mtime, mark.parent) for mark in packages.glob("*.dist-info/INSTALLER"))
     size = lambda info: sum(int(line.rsplit(",", 1)[1] or 0) for line in (info / "RECORD").read_text().splitlines())
-    return [(key(info.name.split("-")[0]), end - start, size(info) / 1e6) for (start, _), (end, info) in pairwise(marks)]
+    name = lambda info: key(info.name.split("-")[0])
+    return [(name(info), end - start, size(info) / 1e6) for (start, _), (end, info) in pairwise(marks)]
 
 
 def key(name: str) -> str: return re.sub(r"[-_.]+", "-", name).lower()
