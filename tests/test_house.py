@@ -10,7 +10,7 @@ pytestmark = pytest.mark.xdist_group("house")  # one worker: what its tests shar
 
 ROOT = Path(__file__).resolve().parents[1]
 # Folders that stand on one line may use what stands on the lines above.
-ORDER = [{"", "torchvision_ops"}, {"measure", "data"}, {"layers"}, {"models"}, {"evaluate"}, {"training"},
+ORDER = [{"", "torchvision_ops", "extras"}, {"measure", "data"}, {"layers"}, {"models"}, {"evaluate"}, {"training"},
          {"pruning", "growth", "perforation"}, {"lab"}, {"fleet"}, {"cli"}]
 PLACE = {folder: place for place, folders in enumerate(ORDER) for folder in folders}
 

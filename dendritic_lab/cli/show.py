@@ -22,10 +22,11 @@ def clear_errors(command: Callable) -> Callable:
     @wraps(command)
     def clear(*args, **kwargs):
         from dendritic_lab.data.sources import DataError
+        from dendritic_lab.extras import MissingExtra
         from dendritic_lab.lab.experiments import UsageError
         from dendritic_lab.lab.metrics import MetricsError
         try: return command(*args, **kwargs)
-        except (UsageError, MetricsError) as e: stop(str(e), 2)
+        except (UsageError, MetricsError, MissingExtra) as e: stop(str(e), 2)
         except DataError as e: stop(str(e), 1)
     return clear
 

@@ -7,7 +7,6 @@ __all__ = ['GROUPED', 'parse_number', 'extract_answer', 'matches', 'exact_match'
            'check_contamination', 'prompt', 'encode_problem', 'training_batches']
 
 # %% ../../nbs/data/09_gsm8k.ipynb #040895fe
-import importlib.util
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -15,6 +14,7 @@ from itertools import islice
 
 from .benchmarks import Rows, digest
 from .sources import DataError
+from ..extras import optional
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ def exact_match(generated: Sequence[str], references: Sequence[str]) -> float:
 # %% ../../nbs/data/09_gsm8k.ipynb #628a5020
 def different_problems(count: int, seed: int) -> Rows:
     "So many different problems of reasoning-gym's `gsm_symbolic`, as question and answer."
-    import reasoning_gym
+    reasoning_gym = optional("reasoning_gym", "gsm_symbolic")
     unique = {}
     for row in reasoning_gym.create_dataset("gsm_symbolic", size=4 * count, seed=seed):
         question = row["question"].replace(" Give the result as your final answer. Do not include units.", "").strip()
@@ -85,11 +85,8 @@ def gsm_symbolic(
     rows: dict[str, int],  # split -> number of problems; no problem occurs twice
     seed: int = 0,
 ):  # datasets.DatasetDict with columns question and answer; `.record` like `load`'s
-    "Generated grade-school problems in GSM8K's format, without worked steps. Raises `DataError` without reasoning-gym."
+    "Generated problems in GSM8K's format, without worked steps. Raises `MissingExtra` without reasoning-gym."
     import datasets
-    if importlib.util.find_spec("reasoning_gym") is None:
-        fix = "pip install -c constraints.txt reasoning-gym"
-        raise DataError(f"gsm_symbolic needs the package reasoning-gym; run: {fix}")
     made = iter(different_problems(sum(rows.values()), seed))
     parts = {split: list(islice(made, count)) for split, count in rows.items()}
     loaded = datasets.DatasetDict({split: datasets.Dataset.from_list(part) for split, part in parts.items()})

@@ -28,6 +28,7 @@ from filelock import FileLock
 from .benchmarks import BENCHMARKS, Benchmark, load
 from .sources import DataError, PackageFile, cache_dir, fetch, local_dir, sha256
 from .tables import Splits, existing, three_way, with_validation
+from ..extras import optional
 
 # %% ../../nbs/data/05_language.ipynb #9c05abbe
 def split_documents(texts: Iterable[str]) -> Splits:
@@ -100,8 +101,7 @@ EACH_EXERCISE = 1500  # of each kind, before repetitions are dropped
 
 
 def embedded_math() -> Splits:
-    package_folder("reasoning_gym", "the exercises")
-    import reasoning_gym
+    reasoning_gym = optional("reasoning_gym", "a mixture with exercises")
     made = (row for kind in EXERCISES for row in reasoning_gym.create_dataset(kind, size=EACH_EXERCISE, seed=0))
     return split_documents(f"Question: {row['question'].strip()}\nAnswer: {row['answer']}" for row in made)
 

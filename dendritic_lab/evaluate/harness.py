@@ -11,6 +11,7 @@ import pkgutil
 import sys
 
 import dendritic_lab.models
+from ..extras import MissingExtra, optional
 
 # %% ../../nbs/evaluate/08_harness.ipynb #2a01b07f
 def register_architectures() -> list[str]:  # model types that transformers' Auto classes then know, beyond its own
@@ -37,8 +38,8 @@ def register_model() -> type:
 
 def main():
     "The command line `dendritic-lm-eval`: the harness's own, with the lab's models."
-    if importlib.util.find_spec("lm_eval") is None:
-        sys.exit("dendritic-lm-eval needs lm-evaluation-harness; run: pip install lm-eval==0.4.13")
+    try: optional("lm_eval", "dendritic-lm-eval")
+    except MissingExtra as e: sys.exit(str(e))
     register_model()
     from lm_eval.__main__ import cli_evaluate
     cli_evaluate()

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from dendritic_lab.extras import MissingExtra, optional
 from dendritic_lab.fleet.engine import Event, Request, Resources
 from dendritic_lab.fleet.recovery import mark_failed, marked_runs
 from dendritic_lab.fleet.worker import work
@@ -67,10 +68,8 @@ class RayEngine:
         root: Path,  # the checkout
         most: int | None = None,  # runs at a time; None: as many as the cluster's resources allow
     ):
-        try: import ray
-        except ImportError:
-            install = "pip install 'dendritic_lab[cluster]'"
-            raise UsageError(f"the engine ray needs the extra cluster: {install}") from None
+        try: ray = optional("ray", "the engine ray")
+        except MissingExtra as e: raise UsageError(str(e)) from None
         self.ray, self.token, self.seen, self.root, self.most = ray, token, str(seen), root, most
         if address: runtime = {"working_dir": str(root), "excludes": NOT_SHIPPED}
         else: runtime = {"env_vars": {k: os.environ[k] for k in VARIABLES if k in os.environ}}

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from dendritic_lab.extras import MissingExtra, optional
 from dendritic_lab.fleet.account import failure
 from dendritic_lab.fleet.engine import ENDS, Engine, Event, Request
 from dendritic_lab.fleet.identity import identity
@@ -33,9 +34,8 @@ MOST_FAILURES = 10  # failed trials in one process before it gives up
 
 def import_optuna():
     "Optuna, quiet. Raises `UsageError` where it is not installed."
-    try: import optuna
-    except ImportError:
-        raise UsageError("sweep needs the extra cluster: pip install 'dendritic_lab[cluster]'") from None
+    try: optuna = optional("optuna", "sweep")
+    except MissingExtra as e: raise UsageError(str(e)) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -6,6 +6,7 @@
 __all__ = ['linear_layers', 'lora_count', 'nearest_rank', 'lora', 'Arm', 'arms_of_equal_size', 'in_steps']
 
 # %% ../../nbs/growth/08_adapters.ipynb #ee174647
+from ..extras import optional
 from .plain import grown_param_count, put_dendrites
 from ..layers.low_rank import low_rank_count, put_low_rank
 
@@ -49,13 +50,13 @@ def lora(
 ) -> nn.Module:
     "`model` with a LoRA adapter of scale 2 on each chosen linear layer, by peft."
     logging.disable(logging.WARNING)  # torchao, where it is installed, tells on import which kernels it cannot use
-    try: from peft import LoraConfig, get_peft_model
+    try: peft = optional("peft", "LoRA")
     finally: logging.disable(logging.NOTSET)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, task_type="CAUSAL_LM",
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, task_type="CAUSAL_LM",
                         target_modules=list(linear_layers(model, layers)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in an outdated way
-        return get_peft_model(model, config)
+        return peft.get_peft_model(model, config)
 
 # %% ../../nbs/growth/08_adapters.ipynb #987b1f16
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@
 __all__ = ['quantise', 'quantised_bytes', 'quantisation_curve']
 
 # %% ../../nbs/growth/05_quantised.ipynb #6f2ab8cb
+from ..extras import optional
 from ..layers.dendritic_linear import DendriticLinear
 
 import copy
@@ -30,10 +31,9 @@ def quantise(
 ) -> nn.Module:  # a copy with quantised weights, computing in the activations' precision
     """Weight-only quantisation of linear and dendritic layers.
 
-    Raises `ModuleNotFoundError` without torchao, `ValueError` for other bits, for a layer whose inputs are no multiple
+    Raises `MissingExtra` without torchao, `ValueError` for other bits, for a layer whose inputs are no multiple
     of the group, or when there is nothing to quantise."""
-    if importlib.util.find_spec("torchao") is None:
-        raise ModuleNotFoundError("quantising needs torchao; run: pip install -c constraints.txt 'dendritic_lab[llm]'")
+    optional("torchao", "quantising")
     from torchao.quantization import IntxWeightOnlyConfig, PerAxis, PerGroup, quantize_
     if bits not in (4, 8): raise ValueError(f"bits must be 8 or 4, got {bits!r}")
     layers = _layers(model, skip)
