@@ -27,7 +27,7 @@ def pool_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:  # mean, max and min (batch, blocks, dim); 0 where a block has no token
     "Pool the tokens of each block."
     pad = -x.shape[1] % block_size
-    if not pad and mask.all():
+    if not pad and not torch.compiler.is_compiling() and mask.all():  # a graph cannot read a mask
         x = x.unflatten(1, (-1, block_size))
         return x.mean(2), x.amax(2), x.amin(2)
     x = F.pad(x, (0, 0, 0, pad)).unflatten(1, (-1, block_size))

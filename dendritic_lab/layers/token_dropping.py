@@ -77,7 +77,8 @@ def gather_tokens(
     dropped = ~chosen & (scores > -torch.inf)
     fused = torch.einsum("bt,btd->bd", scores.masked_fill(~dropped, -torch.inf).softmax(-1).nan_to_num(0).to(x), x)
     counts, fuses = chosen.sum(1), dropped.any(1)
-    width = int((counts + fuses).max()) if len(x) else 0
+    if torch.compiler.is_compiling(): width = x.shape[1]  # a graph cannot read the counts: it keeps the length
+    else: width = int((counts + fuses).max()) if len(x) else 0
     place = torch.arange(width, device=x.device).expand(len(x), width)
     mask, is_fused = place < (counts + fuses)[:, None], (place == counts[:, None]) & fuses[:, None]
     order = chosen.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :width]

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 # %% ../../nbs/models/09_dendritic_lm.ipynb #1c0d6a01
 from ..layers.grouped import GroupedConvolution, GroupedLinear, GroupedNorm
@@ -121,6 +122,7 @@ class DendriticLMModel(DendriticLMPreTrainedModel):
     def get_input_embeddings(self): return self.embed
     def set_input_embeddings(self, value): self.embed = value
 
+    @can_return_tuple  # where `return_dict` is False
     def forward(self,
         input_ids: Tensor | None = None,  # (batch, time)
         attention_mask: Tensor | None = None,  # (batch, earlier tokens + time), 1 for tokens
@@ -128,7 +130,7 @@ class DendriticLMModel(DendriticLMPreTrainedModel):
         inputs_embeds: Tensor | None = None,  # (batch, time, hidden_size), instead of input_ids
         past_key_values: DendriticCache | None = None,  # of earlier segments; changed in place
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | None = None,  # None: as the configuration says
         **kwargs,
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None): raise ValueError("give either input_ids or inputs_embeds")
@@ -145,6 +147,7 @@ class DendriticLMModel(DendriticLMPreTrainedModel):
         h = passes[0]
         if self.pass_weights is not None: h = sum(w * p for w, p in zip(self.pass_weights.softmax(0), passes))
         h = self.norm(h)
+        if output_hidden_states is None: output_hidden_states = self.config.output_hidden_states
         states = (x, *outputs[:-1], h) if output_hidden_states else None
         return BaseModelOutputWithPast(last_hidden_state=h, past_key_values=cache, hidden_states=states)
 
@@ -205,22 +208,21 @@ class DendriticLMForCausalLM(DendriticLMPreTrainedModel, GenerationMixin):
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = DendriticCache(self.model)
 
+    @can_return_tuple
     def forward(self,
         input_ids: Tensor | None = None,  # (batch, time)
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,  # (batch, time), the input ids again; -100 is not predicted; shifted here
         logits_to_keep: int = 0,  # positions at the end that need logits; 0: all
-        return_dict: bool | None = None,
         **kwargs,  # of `DendriticLMModel`
     ) -> CausalLMOutputWithPast:
         loss_kwargs = {k: kwargs.pop(k) for k in ("num_items_in_batch", "shift_labels") if k in kwargs}
-        out = self.model(input_ids, attention_mask, **kwargs)
+        out = self.model(input_ids, attention_mask, return_dict=True, **kwargs)
         logits = self.lm_head(out.last_hidden_state[:, -logits_to_keep:] if logits_to_keep else out.last_hidden_state)
         loss, vocab_size = None, self.config.vocab_size
         if labels is not None: loss = self.loss_function(logits, labels, vocab_size=vocab_size, **loss_kwargs)
-        result = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states)
-        return result.to_tuple() if return_dict is False else result
 
 
 AutoConfig.register("dendritic_lm", DendriticLMConfig, exist_ok=True)

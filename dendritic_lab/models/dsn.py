@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import (AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig,
                           PreTrainedModel)
 from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils.generic import can_return_tuple
 
 # %% ../../nbs/models/01_dsn.ipynb #3c600d94
 class DSNConfig(PreTrainedConfig):
@@ -100,28 +101,40 @@ class DSNForSequenceClassification(PreTrainedModel):
         else: super()._init_weights(module)
 
     def get_input_embeddings(self) -> nn.Embedding: return self.embeddings
+    def set_input_embeddings(self, value: nn.Embedding): self.embeddings = value
 
     def pool(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # (batch, embedding_size)
         "The averaged embedding of each text. A table's second factor comes after averaging, which is cheaper."
+        return self.average(self.embeddings(input_ids), input_ids, attention_mask)
+
+    def average(self, pieces: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        "The averaged embedding, from rows of the table (batch, tokens, width)."
         mask = input_ids != self.config.pad_token_id if attention_mask is None else attention_mask.bool()
         if self.training and self.config.word_dropout:
             mask = mask & (torch.rand(mask.shape, device=mask.device) >= self.config.word_dropout)
-        average = masked_mean(self.embeddings(input_ids), mask)
+        average = masked_mean(pieces, mask)
         if self.pairs is not None:
             buckets = hashed_pairs(input_ids, mask, self.config.ngram_buckets)
             average = average + masked_mean(self.pairs(buckets), buckets > 0)
         return self.expand(average)
 
+    @can_return_tuple  # where `return_dict` is False
     def forward(self,
         input_ids: Tensor,  # (batch, tokens)
         attention_mask: Tensor | None = None,  # (batch, tokens); None: all but the padding token
         labels: Tensor | None = None,  # (batch,) class numbers
         token_type_ids: Tensor | None = None,  # not used; BERT tokenizers give them
+        output_hidden_states: bool | None = None,  # None: as the configuration says
     ) -> SequenceClassifierOutput:  # with logits (batch, num_labels), and loss where labels are given
-        hidden = F.relu(self.hidden(self.dropout(self.pool(input_ids, attention_mask))))
+        "Its hidden states are rows of the table (batch, tokens, width), their average and the hidden layer."
+        pieces = self.embeddings(input_ids)
+        average = self.average(pieces, input_ids, attention_mask)
+        hidden = F.relu(self.hidden(self.dropout(average)))
         logits = self.classifier(self.dropout(hidden))
         loss = None if labels is None else F.cross_entropy(logits, labels)
-        return SequenceClassifierOutput(loss=loss, logits=logits)
+        if output_hidden_states is None: output_hidden_states = self.config.output_hidden_states
+        states = (pieces, average, hidden) if output_hidden_states else None
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=states)
 
 # %% ../../nbs/models/01_dsn.ipynb #a932bc5d
 def from_encoder(cls,
@@ -163,10 +176,12 @@ def save_pretrained(self, save_directory, **kwargs):
     if self.tokenizer is not None: self.tokenizer.save_pretrained(save_directory)
 
 
-def from_pretrained(cls, name_or_path, *args, **kwargs):
-    "Load a model and, where its folder has one, its tokenizer."
-    model = super(DSNForSequenceClassification, cls).from_pretrained(name_or_path, *args, **kwargs)
-    if (Path(name_or_path) / "tokenizer.json").exists(): model.tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+    "Load a model and, where its folder has one, its tokenizer. No folder: `config` and `state_dict` are given."
+    path = pretrained_model_name_or_path
+    model = super(DSNForSequenceClassification, cls).from_pretrained(path, *args, **kwargs)
+    if path is not None and (Path(path) / "tokenizer.json").exists():
+        model.tokenizer = AutoTokenizer.from_pretrained(path)
     return model
 
 

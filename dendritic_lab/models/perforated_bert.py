@@ -24,6 +24,7 @@ from transformers import (
     AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedConfig)
 from transformers.modeling_outputs import ModelOutput
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertOnlyMLMHead, BertPooler, BertPreTrainedModel
+from transformers.utils.generic import can_return_tuple
 
 # %% ../../nbs/models/04_perforated_bert.ipynb #c712f9b7
 def family_settings(source: PreTrainedConfig) -> dict:
@@ -55,17 +56,22 @@ class PerforatedBertPreTrainedModel(BertPreTrainedModel):
     _can_record_outputs = {}
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str, *args, config: PerforatedBertConfig | None = None, **kwargs):
+    def from_pretrained(cls,
+        pretrained_model_name_or_path: str | None,  # None: `config` and `state_dict` are given
+        *args, config: PerforatedBertConfig | None = None, **kwargs,
+    ):
         """Load a perforated model, a BERT checkpoint with its head, or the encoder of a RoBERTa or ELECTRA checkpoint,
         whose heads have other shapes. Fields of the configuration may be given by name. Raises `ValueError` for another
         kind of checkpoint."""
-        path = checkpoint_path(str(name_or_path))
+        path = pretrained_model_name_or_path
+        if path is not None: path = checkpoint_path(str(path))
         names = {*PerforatedBertConfig().to_dict(), "num_labels"} - {"dtype"}
         own = {k: kwargs.pop(k) for k in list(kwargs) if k in names}
         where = {k: kwargs[k] for k in kwargs.keys() & {"revision", "cache_dir", "token", "local_files_only"}}
         source = config or AutoConfig.from_pretrained(path, **where)
         kwargs["config"] = PerforatedBertConfig(**family_settings(source) | own)
-        if source.model_type not in ("roberta", "electra"): return super().from_pretrained(path, *args, **kwargs)
+        if path is None or source.model_type not in ("roberta", "electra"):
+            return super().from_pretrained(path, *args, **kwargs)
         prefix = "" if issubclass(cls, PerforatedBertModel) else "bert."
         weights = {prefix + k: v for k, v in bert_weights(path, source.model_type).items()}
         return super().from_pretrained(None, *args, state_dict=weights, **kwargs)
@@ -117,7 +123,8 @@ class PerforatedBertPreTrainedModel(BertPreTrainedModel):
 # %% ../../nbs/models/04_perforated_bert.ipynb #1651eca5
 def to_front(hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     "Move tokens to the front: hidden states, mask, and each token's place in the input (None: nothing moved)."
-    if not (mask[:, 1:] & ~mask[:, :-1]).any(): return hidden, mask, None
+    in_graph = torch.compiler.is_compiling()  # cannot read a mask: it moves them always
+    if not in_graph and not (mask[:, 1:] & ~mask[:, :-1]).any(): return hidden, mask, None
     places = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
     return hidden.gather(1, places[..., None].expand_as(hidden)), mask.gather(1, places), places
 
@@ -142,6 +149,7 @@ class PerforatedOutput(ModelOutput):
     logits: Tensor | None = None
     last_hidden_state: Tensor | None = None  # (batch, seq, hidden); a dropped token has its state when it was dropped
     pooler_output: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None  # (batch, seq, hidden) before the first and after each layer
     decisions: tuple[LayerDecision, ...] | None = None
 
 
@@ -161,7 +169,7 @@ class PerforatedBertModel(PerforatedBertPreTrainedModel):
         self.embeddings = BertEmbeddings(config)
         self.encoder = _Layers(config)
         self.pooler = BertPooler(config) if add_pooling_layer else None
-        self.controller = SparsityController(layers)
+        self.controller = SparsityController(layers, target=0.0)
         self.budget = TaskAdaptiveBudget(config.num_tasks, layers, heads) if config.num_tasks else None
         self.temperature, self.soft_tokens = 1.0, True
         self.post_init()
@@ -169,6 +177,7 @@ class PerforatedBertModel(PerforatedBertPreTrainedModel):
     def get_input_embeddings(self) -> nn.Embedding: return self.embeddings.word_embeddings
     def set_input_embeddings(self, value: nn.Embedding): self.embeddings.word_embeddings = value
 
+    @can_return_tuple  # where `return_dict` is False
     def forward(self,
         input_ids: Tensor | None = None,  # (batch, seq)
         attention_mask: Tensor | None = None,  # (batch, seq), nonzero where there is a token; None: everywhere
@@ -178,10 +187,12 @@ class PerforatedBertModel(PerforatedBertPreTrainedModel):
         task: Tensor | None = None,  # (batch,) task numbers, where the model has budgets for tasks
         output_decisions: bool = False,
         all_tokens: bool = True,  # False: only the tokens that are kept to the end
+        output_hidden_states: bool | None = None,  # None: as the configuration says
     ) -> PerforatedOutput:
         if (input_ids is None) == (inputs_embeds is None): raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
-        batch, seq = hidden.shape[:2]
+        (batch, seq), states = hidden.shape[:2], [hidden]
+        if output_hidden_states is None: output_hidden_states = self.config.output_hidden_states
         if attention_mask is None: attention_mask = torch.ones(batch, seq, device=hidden.device)
         if attention_mask.shape != (batch, seq):
             raise ValueError(f"attention_mask must be {(batch, seq)}, got {tuple(attention_mask.shape)}")
@@ -193,8 +204,10 @@ class PerforatedBertModel(PerforatedBertPreTrainedModel):
             hidden, mask, decision = layer(hidden, mask, self.knobs(i, lengths, task), log_keep)
             log_keep, place = decision.log_keep, decision.place
             if place is not None:
-                if all_tokens: final = put_back(final, *before, seq)
+                if all_tokens or output_hidden_states: final = put_back(final, *before, seq)
                 places = torch.where(place >= 0, places.gather(1, place.clamp(min=0)), -1)
+            if output_hidden_states:
+                states.append(hidden if final is moved is None else put_back(final, hidden, places, mask, seq))
             if output_decisions:
                 goes_on = mask if log_keep is None else mask & (log_keep > -0.7)  # more likely than not
                 tokens = put_back(None, goes_on[..., None], places, goes_on, seq)[..., 0]
@@ -202,6 +215,7 @@ class PerforatedBertModel(PerforatedBertPreTrainedModel):
         pooled = None if self.pooler is None else self.pooler(hidden)
         if all_tokens and not (final is None and moved is None): hidden = put_back(final, hidden, places, mask, seq)
         return PerforatedOutput(last_hidden_state=hidden, pooler_output=pooled,
+                                hidden_states=tuple(states) if output_hidden_states else None,
                                 decisions=tuple(decisions) if output_decisions else None)
 
     def knobs(self,
@@ -232,6 +246,7 @@ class PerforatedBertForSequenceClassification(PerforatedBertPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
+    @can_return_tuple
     def forward(self,
         input_ids: Tensor | None = None,  # (batch, seq)
         attention_mask: Tensor | None = None,
@@ -240,7 +255,7 @@ class PerforatedBertForSequenceClassification(PerforatedBertPreTrainedModel):
         **inputs,  # further ones, as `PerforatedBertModel` takes them
     ) -> PerforatedOutput:
         "Logits are (batch, num_labels)."
-        out = self.bert(input_ids, attention_mask, token_type_ids, all_tokens=False, **inputs)
+        out = self.bert(input_ids, attention_mask, token_type_ids, all_tokens=False, return_dict=True, **inputs)
         out.last_hidden_state, out.logits = None, self.classifier(self.dropout(out.pooler_output))
         if labels is None: return out
         if self.config.num_labels == 1: out.loss = F.mse_loss(out.logits.squeeze(-1).float(), labels.float())
@@ -261,6 +276,10 @@ class PerforatedBertForMaskedLM(PerforatedBertPreTrainedModel):
 
     def get_output_embeddings(self) -> nn.Linear: return self.cls.predictions.decoder
 
+    def set_output_embeddings(self, value: nn.Linear):
+        self.cls.predictions.decoder, self.cls.predictions.bias = value, value.bias
+
+    @can_return_tuple
     def forward(self,
         input_ids: Tensor | None = None,  # (batch, seq)
         attention_mask: Tensor | None = None,
@@ -269,7 +288,7 @@ class PerforatedBertForMaskedLM(PerforatedBertPreTrainedModel):
         **inputs,  # further ones, as `PerforatedBertModel` takes them
     ) -> PerforatedOutput:
         "Logits are (batch, seq, vocab_size)."
-        out = self.bert(input_ids, attention_mask, token_type_ids, **inputs)
+        out = self.bert(input_ids, attention_mask, token_type_ids, return_dict=True, **inputs)
         out.logits = self.cls(out.last_hidden_state)
         if labels is not None: out.loss = F.cross_entropy(out.logits.flatten(0, 1).float(), labels.flatten())
         return out

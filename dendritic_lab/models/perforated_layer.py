@@ -131,7 +131,7 @@ class PerforatedBertLayer(BertLayer):
         if decision.logits is None:
             bias = mask[:, None, None]
             if log_keep is not None: bias = log_keep.masked_fill(~mask, -torch.inf)[:, None, None].to(q)
-            elif mask.all(): bias = None
+            elif not torch.compiler.is_compiling() and mask.all(): bias = None  # a graph cannot read a mask
             dropout = self.attention.self.dropout.p if self.training else 0.0
             return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=scale)
         if log_keep is not None:
