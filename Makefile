@@ -16,8 +16,8 @@ install: .venv/.installed  ## create .venv with the pinned environment
 	@if [ -d .git ]; then $(BIN)/nbdev_install_hooks && printf '#!/bin/sh\nexec .venv/bin/nbdev_trust\n' > .git/hooks/post-merge; fi
 	@touch $@
 
-demo: install  ## run the DSN experiment on real film-review sentences (profile quick) and print its results
-	$(BIN)/dendritic-lab run dsn --profile quick --data embedded
+demo: install  ## a short run for each of the five systems, minutes in all, and a page with what came of it
+	$(BIN)/dendritic-lab demo
 
 test: install  ## ruff, every notebook, every test, and a build of the site
 	$(BIN)/ruff check .
