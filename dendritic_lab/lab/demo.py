@@ -59,8 +59,8 @@ def demo_page(runs: Sequence[Path], folder: Path) -> str:  # folder: where the p
     "A page with a card for each run."
     cards = "".join(demo_card(run, folder) for run in runs)
     steps = "".join(f"<li><code>{command}</code>: {text}</li>" for command, text in NEXT)
-    lead = "Each card is a run on this machine, seconds long, on real data that Python packages carry."
-    body = (f"<main><h1>What was tried just now</h1><blockquote><p>{lead} [Brackets] are 95 % intervals.</p></blockquote>"
+    lead = "Each card is a run on this machine, seconds long, on real data. [Brackets] are 95 % intervals."
+    body = (f"<main><h1>What was tried just now</h1><blockquote><p>{lead}</p></blockquote>"
             f'<div class="cards">{cards}</div><h2>Where to go on</h2><ul>{steps}</ul></main>')
     return PAGE.format(title="dendritic_lab: demo", style=STYLE + CARDS, body=body)
 
