@@ -17,7 +17,8 @@ COMMAND = [sys.executable, "-c", "from dendritic_lab.cli import main; main()"]
 def metrics_json(name: str, value: float, unit: str = "count") -> dict:
     "The content of a metrics.json with one figure."
     metric = {"name": name, "value": value, "unit": unit, "values": [value], "seeds": [], "interval": None,
-              "confidence": 0.95, "basis": "one value", "null": None, "claims": [], "where": {}, "setting": "",
+              "confidence": 0.95, "basis": "one value", "measured_by": "results", "null": None,
+              "claims": [], "where": {}, "setting": "",
               "headline": False}
     return {"schema": 2, "experiment": name.partition(".")[0], "metrics": [metric], "data": []}
 

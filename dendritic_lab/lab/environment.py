@@ -79,5 +79,7 @@ def _commit(environment: dict) -> dict:
 # %% ../../nbs/lab/05_environment.ipynb #1de8d52a
 def data_differences(recorded: dict, now: dict) -> list[str]:
     "Names of the data whose content is not the same in two `environment.json`."
-    before, after = ({d["name"]: d["sha256"] for d in e.get("data", [])} for e in (recorded, now))
+    before, after = {}, {}
+    for content, environment in ((before, recorded), (after, now)):
+        for d in environment.get("data", []): content.setdefault(d["name"], []).append(d["sha256"])
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))

@@ -89,11 +89,12 @@ class Recorder:
         setting: str = "",  # what else belongs to it, in words
         seeds: Sequence[int] | None = None,  # of the values; None: 0, 1, ... where there are several
         headline: bool = False,  # one of the few figures that a run prints at its end
+        measured_by: str = "results",  # or "clock", "memory": what no second run gives equally
         bounds: tuple[float, float] = (-math.inf, math.inf),  # of the figure
     ) -> Interval:
         "Record a figure. Raises `ValueError` for a bad name, a repeated one or a value that is not finite."
         estimate = values if isinstance(values, Interval) else seed_interval(values, bounds=bounds)
-        return self._keep(name, estimate, unit, claims, where, setting, headline, seeds)
+        return self._keep(name, estimate, unit, claims, where, setting, headline, measured_by, seeds)
 
     def items(self,
         name: str,
@@ -107,7 +108,7 @@ class Recorder:
         "Record a figure over seeds and items, or with `over` a difference, whose arms' items are kept with each arm."
         estimate = interval(results, over, statistic=statistic, bounds=bounds)
         if over is None: self.test_items[name] = np.asarray(results)
-        rest = {"claims": (), "where": None, "setting": "", "headline": False} | rest
+        rest = {"claims": (), "where": None, "setting": "", "headline": False, "measured_by": "results"} | rest
         return self._keep(name, estimate, unit, **rest)
 
     def accuracy(self,
@@ -132,7 +133,7 @@ class Recorder:
         "Record a ratio of times, over its null where there is one."
         estimate = comparison.interval if null is None else comparison.over(null)
         rest = {"claims": (), "where": None, "setting": "", "headline": False} | rest
-        return self._keep(name, estimate, "ratio", null=null and null.interval, **rest)
+        return self._keep(name, estimate, "ratio", measured_by="clock", null=null and null.interval, **rest)
 
     def figure(self, figure, name: str, caption: str):
         "Save a matplotlib figure as figures/`name`.png with its caption in it, and return it for display."
@@ -180,7 +181,8 @@ class Recorder:
         if self.place: self.place.update(_first_page(summary, self.folder), raw=True)
 
     def _keep(self, name: str, estimate: Interval, unit: str, claims: Sequence[str], where: dict[str, str] | None,
-              setting: str, headline: bool, seeds: Sequence[int] | None = None, null: Interval | None = None):
+              setting: str, headline: bool, measured_by: str, seeds: Sequence[int] | None = None,
+              null: Interval | None = None):
         "Check a figure and append it to the metrics."
         where, values = dict(where or {}), list(estimate.values or (estimate.mean,))
         if not re.fullmatch(r"[a-z0-9_.]+", name):
@@ -190,17 +192,19 @@ class Recorder:
         if answered: raise ValueError(f"another metric answers {', '.join(sorted(answered))} already")
         if where.get("data", "") not in ("", *(known := self.known_data())):
             raise ValueError(f"{name} is about {where['data']!r}; the recorded data are {', '.join(known) or 'none'}")
-        if not all(map(math.isfinite, [estimate.mean, *values])): raise ValueError(f"{name} is not finite")
+        if not all(map(math.isfinite, [estimate.mean, *values, *(_ends(estimate) or ())])):
+            raise ValueError(f"{name} is not finite")
         if seeds is None: seeds = range(len(values)) if len(values) > 1 and estimate.basis != "pairs" else ()
         self.metrics.append({
             "name": name, "value": estimate.mean, "unit": unit, "values": values, "seeds": list(seeds),
             "interval": _ends(estimate), "confidence": estimate.confidence, "basis": estimate.basis,
-            "null": _ends(null), "claims": list(claims), "where": where, "setting": setting, "headline": headline})
+            "measured_by": measured_by, "null": _ends(null), "claims": list(claims), "where": where,
+            "setting": setting, "headline": headline})
         return estimate
 
     def known_data(self) -> list[str]:
-        "Names of the recorded data sets: what was asked for, and what it is."
-        return sorted({str(d[key]) for d in self.data for key in ("name", "data") if key in d})
+        "Names of the recorded data sets: what they are, which may be other than what was asked for."
+        return sorted({str(d.get("data", d["name"])) for d in self.data})
 
 # %% ../../nbs/lab/03_record.ipynb #3fd6b902
 def begin(experiment: str, system: str = "") -> Recorder:

@@ -45,8 +45,11 @@ class Comparison:
         return median_interval(self.ratios)
 
     def over(self, null: "Comparison") -> Interval:
-        "The ratio over that of a null, in which nothing should differ, with a bootstrap interval over pairs."
-        ratio = lambda ours, theirs, axis=-1: np.median(ours, axis) / np.median(theirs, axis)
+        """The ratio over that of a null, in which nothing should differ, with a bootstrap interval over pairs.
+
+        A null above 1 (what nothing costs) is not divided away: that would make every ratio look better.
+        """
+        ratio = lambda ours, theirs, axis=-1: np.median(ours, axis) / np.minimum(np.median(theirs, axis), 1)
         estimate, pairs = float(ratio(self.ratios, null.ratios)), (self.ratios, null.ratios)
         if min(map(len, pairs)) < 6: return Interval(estimate, values=self.ratios, basis="pairs")
         ends = bootstrap(pairs, ratio, n_resamples=2000, method="percentile", rng=0).confidence_interval

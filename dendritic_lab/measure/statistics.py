@@ -64,7 +64,8 @@ def _variances(items: np.ndarray, statistic: Callable | None, resamples: int) ->
     for draw in draws:
         chosen = rng.integers(count, size=count)
         draw[:] = [statistic(rows[chosen]) for rows in items]
-    per_seed = np.array([statistic(rows) for rows in items])
+    per_seed, draws = np.array([statistic(rows) for rows in items]), draws[np.isfinite(draws).all(1)]
+    if not np.isfinite(per_seed).all() or len(draws) < resamples / 2: raise ValueError("the statistic is not finite")
     return per_seed, draws.mean(1).var() * correction, draws.var(0).mean() * correction
 
 # %% ../../nbs/measure/02_statistics.ipynb #3e5d9ab6
@@ -145,7 +146,7 @@ def seed_interval(
     if x.ndim != 1 or x.size == 0 or not np.isfinite(x).all():
         raise ValueError(f"expected at least one value, all finite, got {values}")
     _check_confidence(confidence)
-    if x.size == 1: return Interval(float(x[0]), confidence=confidence, values=tuple(x.tolist()))
+    if np.ptp(x) == 0: return Interval(float(x[0]), confidence=confidence, values=tuple(x.tolist()))  # nothing varies
     return _around(x, x.var(ddof=1) / x.size, x.size - 1, bounds, confidence, "seeds")
 
 # %% ../../nbs/measure/02_statistics.ipynb #f8e1d3a6

@@ -53,6 +53,8 @@ def check(backend, *, causal=False, ragged=False, gated=False, device="cpu", **s
         if name in "qk":
             rounding = max(rounding, 2 * torch.finfo(q.dtype).eps * slope
                            * torch.cat([q, k], 1).abs().max() / q.shape[-1]**0.5)
+        # a backward pass makes probabilities anew from scores and their log-sum, whose rounding is relative in them
+        if name == "v": rounding = max(rounding, 32 * torch.finfo(q.dtype).eps * (1 + e.abs().max()))
         # a float32 sum over a block, whose terms often cancel
         if name == "gate": rounding = max(rounding, 3e-5 * (1 + e.abs().max()))
         assert (m - e).abs().max() <= (2 if name == "output" else 3) * (s - e).abs().max() + rounding, name

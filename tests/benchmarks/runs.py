@@ -28,7 +28,8 @@ NotebookClient(nbformat.read(sys.argv[1], 4), kernel_name='python3').execute()""
 RECORD = """import json, os, pathlib, time
 time.sleep(seconds)
 metric = {"name": "tiny.seed", "value": seed, "unit": "count", "values": [seed], "seeds": [], "interval": None,
-          "confidence": 0.95, "basis": "one value", "null": None, "claims": [], "where": {}, "setting": "",
+          "confidence": 0.95, "basis": "one value", "measured_by": "results", "null": None,
+              "claims": [], "where": {}, "setting": "",
           "headline": False}
 content = {"schema": 2, "experiment": "tiny", "metrics": [metric], "data": []}
 _ = pathlib.Path(os.environ.get("DENDRITIC_LAB_RUN", "."), "metrics.json").write_text(json.dumps(content))"""
