@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OPERATIONS', 'LEAST_PAIRS', 'TOLERANCE', 'ELSEWHERE', 'Rounded', 'last_digit', 'evaluate', 'agrees', 'load_claims',
-           'is_count', 'compare', 'Evidence', 'evidence', 'Answer', 'is_inconsistent', 'answer', 'reference_runs',
+           'check_count', 'compare', 'Evidence', 'evidence', 'Answer', 'is_inconsistent', 'answer', 'reference_runs',
            'judge_metrics', 'judge_all', 'summary_line', 'claims_table']
 
 # %% ../../nbs/lab/02_claims.ipynb #d96e223b
@@ -94,15 +94,18 @@ LEAST_PAIRS = 31  # of timings
 TOLERANCE = 0.01  # of the claimed figure
 
 
-def is_count(claim: dict, value: float) -> str:
-    "Whether a count is the claimed one: 'confirmed' or 'not confirmed'."
-    return "confirmed" if agrees(claim["value"], Rounded(value, value)) else "not confirmed"
+def check_count(claim: dict, value: float) -> str:
+    "Whether a count is the claimed one, or on the side that the claim says is better: 'confirmed' or 'not confirmed'."
+    claimed, unit = claim["value"], last_digit(str(claim["value"])) or 1.0
+    low, high = (claimed, claimed + unit) if claim.get("cut") else (claimed - unit / 2, claimed + unit / 2)
+    is_better = {"higher": value > claimed, "lower": value < claimed, "equal": False}[claim["better"]]
+    return "confirmed" if low - 1e-9 * unit <= value < high or is_better else "not confirmed"
 
 
 def compare(claim: dict, metric: dict) -> str:
-    "What a figure says of a claim: 'reproduced', 'not reproduced' or 'undecided'; of a count what `is_count` says."
-    if claim["kind"] == "count": return is_count(claim, metric["value"])
-    too_few = metric["basis"] == "pairs" and len(metric["values"]) < LEAST_PAIRS
+    "What a figure says of a claim: 'reproduced', 'not reproduced' or 'undecided'; of a count what `check_count` says."
+    if claim["kind"] == "count": return check_count(claim, metric["value"])
+    too_few = metric["basis"] == "items" or metric["basis"] == "pairs" and len(metric["values"]) < LEAST_PAIRS
     if metric["interval"] is None or too_few: return "undecided"
     claimed, (low, high), margin = claim["value"], metric["interval"], TOLERANCE * abs(claim["value"])
     floor = -math.inf if claim["better"] == "lower" else claimed

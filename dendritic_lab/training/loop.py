@@ -25,7 +25,7 @@ from .processes import LossModule, own_loss
 from .progress import Progress
 from .settings import Settings, new_optimizer
 from .sharding import full_tensor, shard as sharded_copy
-from .state import Fit, State, keep_if_best, restore_best, resume, save
+from .state import configuration, Fit, State, keep_if_best, restore_best, resume, save
 
 # %% ../../nbs/training/07_loop.ipynb #6137e362
 Loss = Callable[[nn.Module, dict], Tensor]  # (model, batch) -> scalar
@@ -47,7 +47,9 @@ def start(
     if not shard: model = accelerator.prepare(model)
     optimizer, train, scheduler = accelerator.prepare(optimizer, train, scheduler)
     if isinstance(sampler, RandomSampler): sampler.generator = generator
-    return State(accelerator, model, given, optimizer, scheduler, settings, batches, hook, checkpoint), train
+    state = State(accelerator, model, given, optimizer, scheduler, settings, batches, hook, checkpoint)
+    state.configuration = configuration(given)
+    return state, train
 
 # %% ../../nbs/training/07_loop.ipynb #433a4576
 class DivergenceError(RuntimeError):
