@@ -1,4 +1,4 @@
-"""Many runs: batch, sweep, watch."""
+"""Many runs: batch, demo, sweep, watch."""
 
 import signal
 import time
@@ -52,7 +52,8 @@ def batch(
     with lock:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with start_engine(engine, workers, address, folder, plan, root) as started:
-            driver = drive(plan, started, out, retry, folder, send_to)
+            again = f"dendritic-lab batch {plan.file} --resume"
+            driver = drive(plan, started, out, retry, folder, send_to, again)
     if driver.failed: raise typer.Exit(1)
 
 
@@ -70,7 +71,7 @@ def show_plan(plan, out: Path):
     table(f"batch {plan.id}: {len(plan.runs)} runs{repeated}", columns, rows)
 
 
-def drive(plan, engine, out: Path, retry: int, folder: Path, tracker):
+def drive(plan, engine, out: Path, retry: int, folder: Path, tracker, again: str):  # again: the command to go on
     "Run the plan and show it; an interrupt leaves what was running marked as failed. Returns the driver."
     from rich.console import Console
 
@@ -90,9 +91,34 @@ def drive(plan, engine, out: Path, retry: int, folder: Path, tracker):
         except KeyboardInterrupt:
             driver.interrupt()
             conclude(driver)
-            stop(f"interrupted; go on with: dendritic-lab batch {plan.file} --resume", 130)
+            stop(f"interrupted; go on with: {again}", 130)
     conclude(driver)
     return driver
+
+
+DEMO = "nbs/experiments/demo.batch.yaml"
+
+
+@app.command()
+@clear_errors
+def demo(out: Out = None):
+    "All systems in a few minutes: a short run for each, then one page. Given again, it goes on where it was."
+    from dendritic_lab.fleet.driver import finished_runs, open_batch, start_engine
+    from dendritic_lab.fleet.plan import read_plan
+    from dendritic_lab.lab.demo import NEXT, demo_lines, write_demo
+    from dendritic_lab.lab.experiments import project_root
+    root = project_root()
+    out, plan = Path(out or root / "outputs").resolve(), read_plan(root / DEMO)
+    folder, lock = open_batch(plan, out, resume=(out / "batches" / plan.id / "plan.json").exists())
+    with lock:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with start_engine("local", 2, None, folder, plan, root) as started:
+            driver = drive(plan, started, out, 0, folder, None, "dendritic-lab demo")
+    runs = [run for run in finished_runs(plan, out) if run]
+    for line in demo_lines(runs): typer.echo(f"\n{line}")
+    typer.echo(f"\nwith pictures: {short(write_demo(runs, out / 'demo'))}")
+    for command, meaning in NEXT: typer.echo(f"next: {command}  ({meaning})")
+    if driver.failed: raise typer.Exit(1)
 
 
 def conclude(driver):
