@@ -23,6 +23,12 @@ within-test := demo lab docs
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
 
+.venv/.installed-%: requirements/%.txt pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --no-deps -r $<
+	$(BIN)/python -m pip install --no-build-isolation -c constraints.txt -e ".$(extras-$*)"
+	@if [ $* = test ] && [ -d .git ]; then $(BIN)/nbdev_install_hooks && printf '#!/bin/sh\nexec .venv/bin/nbdev_trust\n' > .git/hooks/post-merge; fi
+	@touch $(foreach set,$* $(within-$*),.venv/.installed-$(set))
+
 demo: .venv/.installed-demo  ## a short run for each of the five systems, minutes in all, and a page with what came of it
 	$(BIN)/dendritic-lab demo
 
