@@ -147,7 +147,7 @@ class PerforatedOutput(ModelOutput):
     "Like transformers' outputs, with the layers' decisions where they were asked for."
     loss: Tensor | None = None
     logits: Tensor | None = None
-    last_hidden_state: Tensor | None = None  # (batch, seq, hidden); a dropped token has its state when it was dropped
+    last_hidden_state: Tensor | None = None  # (batch, seq, hidden); a dropped token has the state it had then, padding 0
     pooler_output: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None  # (batch, seq, hidden) before the first and after each layer
     decisions: tuple[LayerDecision, ...] | None = None
@@ -207,13 +207,13 @@ class PerforatedBertModel(PerforatedBertPreTrainedModel):
                 if all_tokens or output_hidden_states: final = put_back(final, *before, seq)
                 places = torch.where(place >= 0, places.gather(1, place.clamp(min=0)), -1)
             if output_hidden_states:
-                states.append(hidden if final is moved is None else put_back(final, hidden, places, mask, seq))
+                states.append(put_back(final, hidden, places, mask, seq))
             if output_decisions:
                 goes_on = mask if log_keep is None else mask & (log_keep > -0.7)  # more likely than not
                 tokens = put_back(None, goes_on[..., None], places, goes_on, seq)[..., 0]
                 decisions.append(decision._replace(tokens=tokens))
         pooled = None if self.pooler is None else self.pooler(hidden)
-        if all_tokens and not (final is None and moved is None): hidden = put_back(final, hidden, places, mask, seq)
+        if all_tokens: hidden = put_back(final, hidden, places, mask, seq)
         return PerforatedOutput(last_hidden_state=hidden, pooler_output=pooled,
                                 hidden_states=tuple(states) if output_hidden_states else None,
                                 decisions=tuple(decisions) if output_decisions else None)
