@@ -260,8 +260,12 @@ def begin(experiment: str, system: str = "") -> Recorder:
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    sns.set_theme(style="whitegrid", context="notebook", palette="colorblind", font_scale=1.1)
-    if shell := get_ipython(): shell.display_formatter.formatters["text/html"].for_type(pd.DataFrame, show_table)
+    sns.set_theme("notebook", "whitegrid", "colorblind", font_scale=1.1, rc={"legend.frameon": False})
+    if shell := get_ipython():
+        as_html = shell.display_formatter.formatters["text/html"].for_type
+        as_html(pd.DataFrame, show_table)
+        as_html(pd.Series, lambda series: show_table(series.to_frame(series.name or "")))
+        as_html(str, lambda text: f'<p style="white-space: pre-line">{html.escape(text)}</p>')
     recorder = Recorder(experiment, system)
     recorder.place = display(Markdown("*The verdict stands here when the run is complete.*"), display_id=True)
     return recorder

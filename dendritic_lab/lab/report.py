@@ -165,7 +165,8 @@ def checkpoint_table(checkpoints: list[dict]) -> str:
 def data_row(record: dict) -> list[str]:  # one of environment.json's data
     "A data set as a row of a table: name, source, rows of each split."
     rows = record["rows"] if isinstance(record["rows"], dict) else {"rows": record["rows"]}
-    return [record.get("data", record["name"]), record["source"], ", ".join(f"{n:,} {split}" for split, n in rows.items())]
+    counts = ", ".join(f"{n:,} {split}" for split, n in rows.items())
+    return [record.get("data", record["name"]), record["source"], counts]
 
 
 def digests(record: dict) -> list[list[str]]:

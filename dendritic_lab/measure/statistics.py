@@ -203,7 +203,7 @@ MARKERS = "osD^vP*X<>"
 
 def plot_intervals(
     axis,  # of matplotlib
-    positions: Sequence[float],
+    positions: Sequence[float | str],  # names make an axis of names
     intervals: Sequence[Interval],
     *,
     horizontal: bool = False,  # positions along y
@@ -212,23 +212,25 @@ def plot_intervals(
     "Draw figures with their intervals as points with error bars."
     means = np.array([i.mean for i in intervals])
     bars = np.array([[0, 0] if i.low is None else [i.mean - i.low, i.high - i.mean] for i in intervals]).T
-    style = {"fmt": MARKERS[len(axis.containers) % len(MARKERS)], "capsize": 3} | style
+    points = {} if "fmt" in style else {"marker": MARKERS[len(axis.containers) % len(MARKERS)], "linestyle": "none"}
+    style = points | {"capsize": 3} | style
     if horizontal: return axis.errorbar(means, positions, xerr=bars, **style)
     return axis.errorbar(positions, means, yerr=bars, **style)
 
 # %% ../../nbs/measure/02_statistics.ipynb #a5d0c1e2
 def label_lines(axis, apart: float = 0.075):  # apart: least distance of two names, as a share of the axis
     "Write the label of each line of a matplotlib axis at its right end."
-    inside = lambda line: axis.transAxes.inverted().transform(line.get_transform().transform(line.get_xydata()[-1]))
-    lines = [line for line in axis.get_lines() if not line.get_label().startswith("_")]
-    lines.sort(key=lambda line: inside(line)[1])
-    heights = [inside(line)[1] for line in lines]
+    height = lambda line: axis.transAxes.inverted().transform(line.get_transform().transform(line.get_xydata()[-1]))[1]
+    drawn = zip(*axis.get_legend_handles_labels(), strict=True)
+    names = {getattr(handle, "lines", [handle])[0]: name for handle, name in drawn}  # of error bars their line
+    lines = sorted(names, key=height)
+    heights = [height(line) for line in lines]
     for i in range(1, len(lines)): heights[i] = max(heights[i], heights[i - 1] + apart)
     ceiling = 1.0
     for i in reversed(range(len(lines))):
         heights[i] = min(heights[i], ceiling)
         ceiling = heights[i] - apart
-    for line, height in zip(lines, heights, strict=True):
+    for line, place in zip(lines, heights, strict=True):
         leader = {"arrowstyle": "-", "color": line.get_color(), "lw": 0.8}
-        axis.annotate(line.get_label(), line.get_xydata()[-1], (1.03, height), textcoords="axes fraction", va="center",
+        axis.annotate(names[line], line.get_xydata()[-1], (1.03, place), textcoords="axes fraction", va="center",
                       color=line.get_color(), arrowprops=leader)
