@@ -114,7 +114,8 @@ def render_math(markdown: str) -> str:
     "Markdown with `$...$` and `$$...$$` outside of code replaced by MathML, which a browser draws by itself."
     from latex2mathml.converter import convert
     known = lambda formula: formula.replace("{aligned}", "{align*}")  # the name that latex2mathml has for it
-    draw = lambda found: convert(known(found[1] or found[2]), display="block" if found[1] else "inline")
+    mathml = lambda found: convert(known(found[1] or found[2]), display="block" if found[1] else "inline")
+    draw = lambda found: re.sub(r'columnalign="(\w+)"', r'style="text-align:\1"', mathml(found))  # as browsers read it
     return "".join(part if i % 2 else FORMULA.sub(draw, part) for i, part in enumerate(CODE.split(markdown)))
 
 # %% ../../nbs/lab/04_report.ipynb #3c247045
