@@ -186,6 +186,35 @@ class Recorder:
         self.figures[name], self.pictures[name] = caption, picture_html(path, caption, smallest_label(figure))
         display(HTML(self.pictures[name]))
 
+    def model(self,
+        arm: str,  # as its figures call it: "small"
+        model,  # has `save_pretrained`, as transformers' models do
+        preprocessing=None,  # its tokenizer or image processor; None: the model's own `tokenizer`, where it has one
+        labels: Sequence[str] | None = None,  # names of its classes, in order
+        what: str = "",  # what it is, in a sentence for its card
+        metrics: Sequence[str] | None = None,  # names of the figures about it; None: those with `arm` in their names
+    ) -> Path:  # its folder
+        """Keep a trained model in models/`arm`, for `dendritic-lab export`. Raises `ValueError` for a bad or a repeated
+        name, for a model that cannot be saved, and where there is not one label for each class."""
+        folder = self.folder / "models" / arm
+        if not re.fullmatch(r"[a-z0-9_.]+", arm) or arm.startswith("."):
+            raise ValueError(f"an arm's name has lower-case letters, digits, _ and dots, got {arm!r}")
+        if folder.exists(): raise ValueError(f"a model of the arm {arm!r} is kept already")
+        if not hasattr(model, "save_pretrained"):
+            raise ValueError(f"expected a model with save_pretrained, got {type(model).__name__}")
+        if labels is not None:
+            if len(labels) != model.config.num_labels:
+                raise ValueError(f"expected names for {model.config.num_labels} classes, got {', '.join(labels)}")
+            model.config.id2label = dict(enumerate(labels))
+            model.config.label2id = {label: i for i, label in enumerate(labels)}
+        preprocessing = preprocessing or getattr(model, "tokenizer", None)
+        for part in (model, preprocessing):
+            if part is not None: part.save_pretrained(folder)
+        about = {"class": type(model).__name__, "module": type(model).__module__, "what": what, "metrics": metrics,
+                 "parameters": sum(p.numel() for p in model.parameters()), "labels": labels}
+        (folder.parent / f"{arm}.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+        return folder
+
     def claims_table(self):
         "The claims that this run speaks to, with what it says of each, as a pandas table."
         return table_of_claims(judge_metrics(self.metrics))
