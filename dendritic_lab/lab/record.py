@@ -289,7 +289,7 @@ def begin(experiment: str, system: str = "") -> Recorder:
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    sns.set_theme("notebook", "whitegrid", "colorblind", font_scale=1.1, rc={"legend.frameon": False})
+    sns.set_theme("notebook", "whitegrid", "colorblind", font_scale=1.3, rc={"legend.frameon": False})
     if shell := get_ipython():
         as_html = shell.display_formatter.formatters["text/html"].for_type
         as_html(pd.DataFrame, show_table)

@@ -312,7 +312,7 @@ def table_for_people(table: str) -> str:
     "An HTML table as it is shown: numbers right, and folded where it is long or wide."
     heads = [name for name in cells_of(table.partition("</tr>")[0]) if name]
     rows, table = table.count("<tr") - 1, with_numbers_right(table)
-    title = f"Table of {rows} rows: {', '.join(heads[:4])}" + ", …" * (len(heads) > 4)
+    title = f"Table of {rows} row{'s' * (rows != 1)}: {', '.join(heads[:4])}" + ", …" * (len(heads) > 4)
     return fold(title, table) if rows > LONG or len(heads) > WIDE else table
 
 

@@ -232,5 +232,5 @@ def label_lines(axis, apart: float = 0.075):  # apart: least distance of two nam
         ceiling = heights[i] - apart
     for line, place in zip(lines, heights, strict=True):
         leader = {"arrowstyle": "-", "color": line.get_color(), "lw": 0.8}
-        axis.annotate(names[line], line.get_xydata()[-1], (1.03, place), textcoords="axes fraction", va="center",
-                      color=line.get_color(), arrowprops=leader)
+        axis.annotate(names[line], line.get_xydata()[-1], (1.04, place), textcoords="axes fraction", va="center",
+                      arrowprops=leader)
