@@ -50,7 +50,7 @@ def shared(config: DendriticLMConfig) -> dict:
              "bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(config, name) for name in names}
 
-# %% ../../nbs/models/10_control.ipynb #9745c0a2
+# %% ../../nbs/models/10_control.ipynb #0ff7e07b
 WIDTH = 4  # positions that a convolution sees
 
 
@@ -69,7 +69,7 @@ def matched_llama(
     return LlamaConfig(num_hidden_layers=layers, num_attention_heads=d // divisor(d, head_dim),
                        intermediate_size=hidden, use_cache=not convolutions, **shared(config))
 
-# %% ../../nbs/models/10_control.ipynb #4fe17cbc
+# %% ../../nbs/models/10_control.ipynb #85ab865f
 class ConvolvedNorm(nn.Module):
     "A norm and a short convolution after it, `(batch, time, channels)` to the same."
     def __init__(self, norm: nn.Module, channels: int):

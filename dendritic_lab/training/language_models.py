@@ -6,7 +6,7 @@
 __all__ = ['ARMS', 'STEPS', 'new_arm', 'Parts', 'fit_blocks', 'share_jobs', 'Recipe', 'Trained', 'choose_rates', 'train_arms',
            'train_longer']
 
-# %% ../../nbs/training/13_language_models.ipynb #df43c588
+# %% ../../nbs/training/13_language_models.ipynb #f49275d2
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -25,7 +25,7 @@ from ..models.control import ConvolutionalLlamaForCausalLM, matched_gpt_neox, ma
 from ..models.dendritic_lm import DendriticLMConfig, DendriticLMForCausalLM
 from .loop import fit
 
-# %% ../../nbs/training/13_language_models.ipynb #5a32895c
+# %% ../../nbs/training/13_language_models.ipynb #93400cc8
 ARMS = {"dendritic": "dendritic", "neox": "GPT-NeoX", "llama": "Llama", "convolutions": "Llama with convolutions",
         "short": "dendritic, 3/4 of the steps", "two_passes": "dendritic, two passes, half of the steps"}
 STEPS = {"short": 3 / 4, "two_passes": 1 / 2}  # shares of the blocks; other arms read all
@@ -46,7 +46,7 @@ def new_arm(
         case "convolutions": return ConvolutionalLlamaForCausalLM(matched_llama(config, convolutions=True))
     raise ValueError(f"arms must be of {', '.join(ARMS)}, got {arm!r}")
 
-# %% ../../nbs/training/13_language_models.ipynb #0cd0d4d2
+# %% ../../nbs/training/13_language_models.ipynb #fb682245
 class Parts(Dataset):
     "Blocks in several parts of one size: as a data set it has those of the part that `at` numbers."
     def __init__(self, blocks: Tensor, parts: int, batch_size: int):  # blocks (blocks, length); the rest is left out
@@ -78,7 +78,7 @@ def fit_blocks(
         monitor="loss", maximize=False, seed=seed, checkpoint=checkpoint, description=description)
     return [row | {"tokens": row["epoch"] * data.blocks[0].numel()} for row in done.history]
 
-# %% ../../nbs/training/13_language_models.ipynb #915b5ab2
+# %% ../../nbs/training/13_language_models.ipynb #d8582371
 def share_jobs(
     jobs: Mapping[str, Callable[[Path | None], object]],  # name -> what to do with its folder; done again, it is quick
     folder: Path | None,  # of all jobs; None: nothing is kept, and nothing shared
@@ -96,7 +96,7 @@ def share_jobs(
         if len(done) == before: time.sleep(5)  # all that is left is being done
     return {name: done[name] for name in jobs}
 
-# %% ../../nbs/training/13_language_models.ipynb #5fd09404
+# %% ../../nbs/training/13_language_models.ipynb #b56033e3
 @dataclass(frozen=True)
 class Recipe:
     "How all arms are trained."
@@ -159,7 +159,7 @@ def train_arms(
     found = share_jobs({f"{arm}-{seed}": job(arm, seed) for arm, seed in wanted}, folder)
     return {arm: [found[f"{a}-{s}"] for a, s in wanted if a == arm] for arm in arms}, tried
 
-# %% ../../nbs/training/13_language_models.ipynb #13248a09
+# %% ../../nbs/training/13_language_models.ipynb #74d4556f
 def train_longer(
     trained: Mapping[str, Sequence[Trained]],
     train: Mixture,  # of longer blocks
