@@ -45,7 +45,15 @@ figure, axis = plt.subplots(figsize=(5, 3))
 plot_intervals(axis, range(2), [accuracy, other])
 recorder.figure(figure, "accuracy", "Accuracy with 95 % intervals over seeds and sentences.")
 """, """
+pd.DataFrame({"texts": [59376], "share": [0.51234]})
+""", """
 pd.DataFrame({"sentence": range(30), "right": right[0, :30]})
+""", """
+pd.DataFrame({f"column {i}": ["words that are long"] for i in range(12)})
+""", """
+figure, axis = plt.subplots(figsize=(14, 3))
+axis.plot([1, 2], [1, 2])
+recorder.figure(figure, "wide", "A figure that is wider than the page, \\"quoted\\".")
 """, """
 table = pd.DataFrame({"arm": ["coin"], "accuracy, %": [f"{accuracy:.1f}"]})
 recorder.conclude(f"Coins are right in {accuracy:.1f} % of all sentences.", figure="accuracy", table=table,
@@ -174,10 +182,44 @@ def test_an_experiment_is_added_in_one_place(checkout, tmp_path):
 
 def test_a_report_begins_with_its_verdict_and_folds_long_tables(checkout):
     report = next((checkout / "outputs/reference/shown").glob("*/report.html")).read_text()
-    order = ["Does it show?", "Coins are right", "Verdict: does not hold.", "<img ", "Coins.", "Table of 30 rows",
-             "Claims that this run speaks to"]
+    order = ["Does it show?", "Coins are right", "Verdict: does not hold.", "<img ", "Coins.", "<table", "59,376",
+             "Table of 30 rows", "Table of 1 row: column 0", "Claims that this run speaks to"]
     places = [report.index(words) for words in order]
     assert places == sorted(places)
+
+
+class Pictures(HTMLParser):
+    "Figures of a page: each one's id and its picture's alternative text."
+    def __init__(self, page: str):
+        super().__init__()
+        self.ids, self.texts = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "figure": self.ids.append(dict(attributes)["id"])
+        if tag == "img": self.texts.append(dict(attributes).get("alt", ""))
+
+
+def test_a_report_shows_each_figure_once_with_a_text(checkout):
+    report = next((checkout / "outputs/reference/shown").glob("*/report.html")).read_text()
+    found = Pictures(report)
+    assert found.ids == ["figure-accuracy", "figure-wide"] and "further up" in report
+    assert found.texts == ["Accuracy with 95 % intervals over seeds and sentences.",
+                           'A figure that is wider than the page, "quoted".']
+
+
+def test_a_report_has_numbers_for_people(checkout):
+    report = next((checkout / "outputs/reference/shown").glob("*/report.html")).read_text()
+    assert '<td class="number">59,376</td><td class="number">0.512</td>' in report
+
+
+def test_the_sidebar_is_in_reading_order(site, root):
+    links = Links((site / "docs/tutorials.html").read_text(encoding="utf-8")).links
+    shown = list(dict.fromkeys(Path(link).stem for link in links if "tutorials/" in link))
+    stem = lambda path: re.sub(r"^\d+_", "", path.stem)
+    assert shown == [stem(p) for p in sorted((root / "nbs/tutorials").glob("[0-9]*.ipynb"))]
+    lessons = [Path(link).stem for link in links if "library/training/" in link]
+    assert lessons == [stem(p) for p in sorted((root / "nbs/training").glob("[0-9]*.ipynb"))]
 
 
 def said_by_experiments(root: Path) -> set[str]:
@@ -259,6 +301,8 @@ def test_a_browser_shows_every_page_on_a_phone_without_errors_or_other_hosts(ser
         assert page.evaluate(broken) == 0, f"{path} has a picture that does not load"
         silent = "[...document.images].filter(i => !i.alt).length"
         assert page.evaluate(silent) == 0, f"{path} has a picture without an alternative text"
+        cut = "[...document.querySelectorAll('table.claims')].filter(t => t.scrollWidth > t.clientWidth).length"
+        assert page.evaluate(cut) == 0, f"{path} has a table of claims that is cut off"
     assert wrong == []
 
 
@@ -291,6 +335,8 @@ def test_navigation_search_and_sorting_work(serve, browser):
     page.set_viewport_size({"width": 1200, "height": 900})
     page.goto(f"{serve}/index.html")
     assert page.locator(".finding").count() == 5 and page.locator(".finding img").count() >= 1
+    pictures = page.locator(".finding :is(img, svg)")
+    assert pictures.count() == 5 and all(box.bounding_box()["width"] > 200 for box in pictures.all())
     page.get_by_role("link", name="Claims").first.click()
     page.wait_for_url("**/docs/claims.html")
     column = lambda: page.locator("main table").first.locator("tbody tr td:nth-child(3)").all_inner_texts()

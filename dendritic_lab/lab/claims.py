@@ -217,10 +217,12 @@ def summary_line(answers: list[Answer]) -> str:
     count = lambda *statuses: sum(a.status in statuses for a in answers)
     direct = count("reproduced", "not reproduced", "undecided")
     counts = count("confirmed", "not confirmed")
+    others = {"inconsistent": "inconsistent in themselves", "measured elsewhere": "measured elsewhere only",
+              "cannot be run here": "cannot be run here", "not run": "not run"}
+    rest = ", ".join(f"{count(status)} {words}" for status, words in others.items() if count(status))
+    if not direct + counts: return f"No claim has been measured directly yet; of {len(answers)}: {rest or 'none'}."
     return (f"{count('reproduced')} of {direct} measured claims reproduced ({count('not reproduced')} not, "
-            f"{count('undecided')} undecided), {count('confirmed')} of {counts} counts confirmed; "
-            f"the others: {count('inconsistent')} inconsistent in themselves, {count('measured elsewhere')} measured "
-            f"elsewhere only, {count('cannot be run here')} cannot be run here, {count('not run')} not run.")
+            f"{count('undecided')} undecided), {count('confirmed')} of {counts} counts confirmed; the others: {rest}.")
 
 # %% ../../nbs/lab/02_claims.ipynb #3ab8f1d6
 def claims_table(answers: list[Answer]):
