@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from .claims import judge_metrics
+from .claims import claimed, judge_metrics
 from .metrics import MetricsError, measured, read_metrics
 from .record import html_table
 
@@ -142,7 +142,7 @@ def answered_claims(metrics: list[dict]) -> str:
     "The claims that a run's figures speak to, as HTML; empty where they speak to none."
     answers = judge_metrics(metrics)
     status = lambda a: f"{a.status}: {a.detail}" if a.detail else a.status
-    rows = [[a.claim["id"], f"{a.claim['value']} {a.claim['unit']}", a.measured, status(a)] for a in answers]
+    rows = [[a.claim["id"], claimed(a.claim), a.measured, status(a)] for a in answers]
     table = html_table(["claim", "claimed", "measured here", "status"], rows)
     counts = ", ".join(f"{n} {status}" for status, n in Counter(a.status for a in answers).most_common())
     title = f"{len(rows)} {'claim' if len(rows) == 1 else 'claims'}: {counts}"
