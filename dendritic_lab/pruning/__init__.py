@@ -1,6 +1,6 @@
 """Pruning of single weights and of units."""
 
-from .comparison import Start, core_left, find_start, on_curve
+from .comparison import Pruned, Start, core_left, find_start, prune_all, rise_from
 from .masks import (
     ActiveWeights, Sparsity, active_weights, apply_masks, check_masks, load_masks, make_masks, save_masks, sparsity,
     two_of_four_masks)
