@@ -1,10 +1,11 @@
 """Pruning of single weights and of units."""
 
+from .comparison import Pruned, Start, core_left, find_start, prune_all, rise_from
 from .masks import (
     ActiveWeights, Sparsity, active_weights, apply_masks, check_masks, load_masks, make_masks, save_masks, sparsity,
     two_of_four_masks)
 from .quantised import core_bytes, round_weights
-from .recovery import METHODS, at_remaining, core_left, prune_units, prune_weights, search_recovery
+from .recovery import METHODS, prune_units, prune_weights, search_recovery
 from .scores import magnitude_scores, prunable_weights, random_scores, wanda_scores
 from .sparsegpt import sparsegpt
 from .structured import shrink
