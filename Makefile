@@ -26,6 +26,7 @@ within-test := demo lab docs
 .venv/.installed-%: requirements/%.txt pyproject.toml constraints.txt | .venv/bin/python
 	$(BIN)/python -m pip install --no-deps -r $<
 	$(BIN)/python -m pip install --no-build-isolation -c constraints.txt -e ".$(extras-$*)"
+	@if [ $* = demo ]; then $(BIN)/dendritic-lab data fetch; fi  # what demo reads, so that it needs no network
 	@if [ $* = test ] && [ -d .git ]; then $(BIN)/nbdev_install_hooks && printf '#!/bin/sh\nexec .venv/bin/nbdev_trust\n' > .git/hooks/post-merge; fi
 	@touch $(foreach set,$* $(within-$*),.venv/.installed-$(set))
 

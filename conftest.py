@@ -1,12 +1,25 @@
-"""Set before anything imports torch or Triton: one thread for each of the suite's workers, and Triton's interpreter.
+"""Set before anything imports torch or Triton: what each of the suite's workers may use, and what it may read.
 
-Without a GPU, Triton's kernels run in its interpreter, which must be chosen before anything imports Triton.
+One thread for each worker; without a GPU, Triton's kernels run in its interpreter, which must be chosen before anything
+imports Triton. A fresh clone must pass as it is, so no test sees the user's own data: only those marked `local` read
+the folder that `DENDRITIC_LAB_DATA` names, and get it from their fixture.
 """
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+LOCAL = "DENDRITIC_LAB_LOCAL_TESTS"  # the workers' processes inherit it
+if folder := os.environ.pop("DENDRITIC_LAB_DATA", ""): os.environ[LOCAL] = os.path.abspath(folder)
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 if not torch.cuda.is_available(): os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def users_data(request):
+    "`DENDRITIC_LAB_DATA` is set for tests that are marked `local`, and for no other."
+    if not request.node.get_closest_marker("local"): return
+    if LOCAL not in os.environ: pytest.skip("DENDRITIC_LAB_DATA is not set")
+    request.getfixturevalue("monkeypatch").setenv("DENDRITIC_LAB_DATA", os.environ[LOCAL])

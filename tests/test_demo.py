@@ -1,11 +1,15 @@
 """The demo makes its page of what is finished, and goes on after an interruption."""
 
+import os
 import shutil
+import signal
+import subprocess
+import time
 
 import nbformat
 import pytest
 
-from conftest import ROOT, record_by_hand
+from conftest import COMMAND, ROOT, record_by_hand
 
 SUMMARY = """folder = pathlib.Path(os.environ["DENDRITIC_LAB_RUN"])
 found = {"sentence": f"Number {times} <spun>.", "limits": "One top.", "figure": None, "caption": ""}
@@ -42,6 +46,28 @@ def test_demo_goes_on_and_writes_its_page(demo, lab):
     assert content.count("<section>") == 2 and "Number 4 &lt;spun&gt;." in content
     reports = [demo / "outputs/demo" / link.partition('"')[0] for link in content.split('href="')[2:]]
     assert len(reports) == 2 and all(report.exists() for report in reports)
+
+
+def test_demo_that_is_interrupted_goes_on_where_it_was(demo, lab):
+    notebook = nbformat.read(demo / "nbs/experiments/other.ipynb", 4)
+    slow = f"import pathlib, time\nif not pathlib.Path({str(demo / 'quick')!r}).exists(): time.sleep(600)"
+    notebook.cells.insert(2, nbformat.v4.new_code_cell(slow))
+    nbformat.write(notebook, demo / "nbs/experiments/other.ipynb")
+    started = subprocess.Popen([*COMMAND, "demo"], cwd=demo, text=True, start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 120
+        finished = lambda: [f for f in (demo / "outputs/tiny").glob("*") if not f.suffix]
+        while not finished() and started.poll() is None and time.monotonic() < end: time.sleep(0.1)
+        assert finished(), "the first experiment was not finished in time"
+        os.killpg(started.pid, signal.SIGINT)  # as Ctrl-C in a terminal
+        said, _ = started.communicate(timeout=120)
+    finally:
+        if started.poll() is None: os.killpg(started.pid, signal.SIGKILL)
+    assert started.returncode == 130 and "interrupted; go on with: dendritic-lab demo" in said, said
+    (demo / "quick").touch()
+    done = lab(demo, "demo")
+    assert done.returncode == 0 and "1 done, 1 reused" in done.stdout, done.stdout + done.stderr
 
 
 def test_demo_is_of_the_experiments_in_the_checkout():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dendritic_lab.growth.plain import put_dendrites
-from dendritic_lab.models.dendritic_lm import DendriticLMConfig, DendriticLMForCausalLM
+from dendritic_lab.models.dendritic_lm import REPAIRED, DendriticLMConfig, DendriticLMForCausalLM
 from dendritic_lab.models.dsn import DSNConfig, DSNForSequenceClassification
 from dendritic_lab.models.liquid_vit import LiquidViT, LiquidViTConfig
 from dendritic_lab.models.perforated_bert import PerforatedBertConfig, PerforatedBertForSequenceClassification
@@ -28,9 +28,10 @@ def perforated(sparsity=0.0, keep_ratio=1.0):
     return PerforatedBertForSequenceClassification(config), text()
 
 
-def dendritic_lm():
-    config = DendriticLMConfig(vocab_size=99, hidden_size=24, num_hidden_layers=2, max_position_embeddings=32,
-                               branches=[[4, 2]] * 2, num_passes=2, use_cache=False)
+def dendritic_lm(form="dendritic-lm", **changes):
+    config = DendriticLMConfig.preset(
+        form, vocab_size=99, hidden_size=24, num_hidden_layers=2, max_position_embeddings=32, branches=[[4, 2]] * 2,
+        num_passes=2, use_cache=False, **changes)
     return DendriticLMForCausalLM(config), text()
 
 
@@ -46,6 +47,8 @@ def grown():
 
 MODELS = {"dsn": dsn, "perforated": perforated, "perforated, blocks dropped": lambda: perforated(sparsity=0.5),
           "perforated, tokens dropped": lambda: perforated(keep_ratio=0.5), "dendritic lm": dendritic_lm,
+          "dendritic lm, as documented": lambda: dendritic_lm("dendritic-294m"),
+          "dendritic lm, all parts": lambda: dendritic_lm("dendritic-294m", **REPAIRED),
           "liquid vit": liquid_vit, "grown": grown}
 
 

@@ -44,9 +44,10 @@ def data_status():
 @data_app.command("fetch")
 @clear_errors
 def data_fetch():
-    "Download what the embedded source needs into the user's cache, checked by sha256."
+    "Download the film reviews and Shakespeare's works, which demo reads, into the user's cache, checked by sha256."
+    from dendritic_lab.data.language import SHAKESPEARE
     from dendritic_lab.data.sources import FILM_REVIEWS, fetch
-    typer.echo(f"{fetch(FILM_REVIEWS)}  sha256 ok")
+    for file in (FILM_REVIEWS, SHAKESPEARE): typer.echo(f"{fetch(file)}  sha256 ok")
 
 
 @app.command()

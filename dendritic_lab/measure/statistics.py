@@ -35,11 +35,13 @@ class Interval:
 
     def __format__(self, spec: str) -> str:
         "`f'{interval:+.1f}'` gives `-0.3 [-1.2, +0.6]`; without a format, as many digits as the interval bears."
-        spec = spec or f".{self._decimals()}f"
+        spec = spec or f",.{self._decimals()}f"
         mean = format(self.mean, spec)
         return mean if self.low is None else f"{mean} [{self.low:{spec}}, {self.high:{spec}}]"
 
     def __str__(self) -> str: return format(self)
+
+    def __repr__(self) -> str: return f"Interval({self}, {self.basis})"
 
     def map(self, function: Callable[[float], float]) -> "Interval":
         "The same in other units, such as a ratio of times as a reduction in %: `function` only rises or only falls."
@@ -232,5 +234,5 @@ def label_lines(axis, apart: float = 0.075):  # apart: least distance of two nam
         ceiling = heights[i] - apart
     for line, place in zip(lines, heights, strict=True):
         leader = {"arrowstyle": "-", "color": line.get_color(), "lw": 0.8}
-        axis.annotate(names[line], line.get_xydata()[-1], (1.03, place), textcoords="axes fraction", va="center",
-                      color=line.get_color(), arrowprops=leader)
+        axis.annotate(names[line], line.get_xydata()[-1], (1.04, place), textcoords="axes fraction", va="center",
+                      arrowprops=leader)

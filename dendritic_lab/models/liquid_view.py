@@ -57,7 +57,7 @@ def gates_figure(
     picture = restore(pixel_values[image:image + 1].cpu())[0].permute(1, 2, 0).numpy()
     maps = [_score_maps(d, image) for d in decisions]
     columns = 1 + len(maps[0])
-    size = (1.6 * columns + 0.6, 1.7 * len(decisions))
+    size = (1.5 * columns + 0.6, 1.65 * len(decisions))
     figure, axes = plt.subplots(len(decisions), columns, figsize=size, squeeze=False, layout="constrained")
     for row, decision, named in zip(axes, decisions, maps):
         _draw_scores(figure, row, named)
