@@ -197,7 +197,7 @@ class Recorder:
         model,  # has `save_pretrained`, as transformers' models do
         preprocessing=None,  # its tokenizer or image processor; None: the model's own `tokenizer`, where it has one
         labels: Sequence[str] | None = None,  # names of its classes, in order
-        what: str = "",  # what it is, in a sentence for its card
+        what: str = "",  # what it is, in a sentence for its card; empty: what its class says of itself
         metrics: Sequence[str] | None = None,  # names of the figures about it; None: those with `arm` in their names
     ) -> Path:  # its folder
         """Keep a trained model in models/`arm`, for `dendritic-lab export`. Raises `ValueError` for a bad or a repeated
@@ -214,6 +214,7 @@ class Recorder:
             model.config.id2label = dict(enumerate(labels))
             model.config.label2id = {label: i for i, label in enumerate(labels)}
         preprocessing = preprocessing or getattr(model, "tokenizer", None)
+        what = what or (type(model).__doc__ or "").strip().partition("\n")[0]
         for part in (model, preprocessing):
             if part is not None: part.save_pretrained(folder)
         about = {"class": type(model).__name__, "module": type(model).__module__, "what": what, "metrics": metrics,

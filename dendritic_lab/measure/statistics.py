@@ -41,6 +41,8 @@ class Interval:
 
     def __str__(self) -> str: return format(self)
 
+    def __repr__(self) -> str: return f"Interval({self}, {self.basis})"
+
     def map(self, function: Callable[[float], float]) -> "Interval":
         "The same in other units, such as a ratio of times as a reduction in %: `function` only rises or only falls."
         ends = (None, None) if self.low is None else sorted((function(self.low), function(self.high)))
