@@ -79,10 +79,13 @@ class PerforatedBertTester(Tester):
 
 
 class DendriticLMTester(Tester):
+    preset = "dendritic-lm"
+
     def get_config(self):
-        return DendriticLMConfig(
-            vocab_size=self.vocab_size, hidden_size=self.hidden_size, num_hidden_layers=self.num_hidden_layers,
-            branches=[[4, 2]] * self.num_hidden_layers, max_position_embeddings=32, pad_token_id=0)
+        return DendriticLMConfig.preset(
+            self.preset, num_passes=1, vocab_size=self.vocab_size, hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers, branches=[[4, 2]] * self.num_hidden_layers,
+            max_position_embeddings=32, pad_token_id=0)
 
 
 class DSNTest(Common, unittest.TestCase):
@@ -102,3 +105,11 @@ class DendriticLMTest(Common, common.GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (DendriticLMModel, DendriticLMForCausalLM)
 
     def setUp(self): self.model_tester = DendriticLMTester(self)
+
+
+class DocumentedLMTester(DendriticLMTester):
+    preset = "dendritic-294m"
+
+
+class DocumentedLMTest(DendriticLMTest):
+    def setUp(self): self.model_tester = DocumentedLMTester(self)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -36,22 +37,26 @@ def root() -> Path:
     return ROOT
 
 
+def made_checkout(folder: Path, *cells: str, parameters: str = "times: int = 2  # how often; 1..5",
+                  profiles: str = "") -> Path:
+    "A checkout with one experiment `tiny`, made of the given code cells."
+    head = new_markdown_cell("# Tiny\n\n> Does it run?")
+    tagged = new_code_cell(parameters, metadata={"tags": ["parameters"]})
+    notebook = new_notebook(
+        cells=[head, tagged, *map(new_code_cell, cells)],
+        metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}})
+    checkout = folder / "checkout"
+    (checkout / "nbs/experiments").mkdir(parents=True)
+    (checkout / "settings.ini").touch()
+    nbformat.write(notebook, checkout / "nbs/experiments/tiny.ipynb")
+    (checkout / "nbs/experiments/tiny.yaml").write_text(profiles or "quick: {times: 3}\n")
+    return checkout
+
+
 @pytest.fixture
 def make_checkout(tmp_path):
-    "A checkout with one experiment `tiny`, made of the given code cells."
-    def make(*cells: str, parameters: str = "times: int = 2  # how often; 1..5", profiles: str = "") -> Path:
-        head = new_markdown_cell("# Tiny\n\n> Does it run?")
-        tagged = new_code_cell(parameters, metadata={"tags": ["parameters"]})
-        notebook = new_notebook(
-            cells=[head, tagged, *map(new_code_cell, cells)],
-            metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}})
-        checkout = tmp_path / "checkout"
-        (checkout / "nbs/experiments").mkdir(parents=True)
-        (checkout / "settings.ini").touch()
-        nbformat.write(notebook, checkout / "nbs/experiments/tiny.ipynb")
-        (checkout / "nbs/experiments/tiny.yaml").write_text(profiles or "quick: {times: 3}\n")
-        return checkout
-    return make
+    "`made_checkout` in the test's own folder."
+    return partial(made_checkout, tmp_path)
 
 
 @pytest.fixture

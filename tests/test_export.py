@@ -1,11 +1,13 @@
 """Every model is one graph for `torch.export` and `torch.compile`, with fixed knobs; two of them go to ONNX."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
 
 from dendritic_lab.growth.plain import put_dendrites
-from dendritic_lab.models.dendritic_lm import DendriticLMConfig, DendriticLMForCausalLM
+from dendritic_lab.models.dendritic_lm import REPAIRED, DendriticLMConfig, DendriticLMForCausalLM
 from dendritic_lab.models.dsn import DSNConfig, DSNForSequenceClassification
 from dendritic_lab.models.liquid_vit import LiquidViT, LiquidViTConfig
 from dendritic_lab.models.perforated_bert import PerforatedBertConfig, PerforatedBertForSequenceClassification
@@ -26,9 +28,10 @@ def perforated(sparsity=0.0, keep_ratio=1.0):
     return PerforatedBertForSequenceClassification(config), text()
 
 
-def dendritic_lm():
-    config = DendriticLMConfig(vocab_size=99, hidden_size=24, num_hidden_layers=2, max_position_embeddings=32,
-                               branches=[[4, 2]] * 2, num_passes=2, use_cache=False)
+def dendritic_lm(form="dendritic-lm", **changes):
+    config = DendriticLMConfig.preset(
+        form, vocab_size=99, hidden_size=24, num_hidden_layers=2, max_position_embeddings=32, branches=[[4, 2]] * 2,
+        num_passes=2, use_cache=False, **changes)
     return DendriticLMForCausalLM(config), text()
 
 
@@ -44,6 +47,8 @@ def grown():
 
 MODELS = {"dsn": dsn, "perforated": perforated, "perforated, blocks dropped": lambda: perforated(sparsity=0.5),
           "perforated, tokens dropped": lambda: perforated(keep_ratio=0.5), "dendritic lm": dendritic_lm,
+          "dendritic lm, as documented": lambda: dendritic_lm("dendritic-294m"),
+          "dendritic lm, all parts": lambda: dendritic_lm("dendritic-294m", **REPAIRED),
           "liquid vit": liquid_vit, "grown": grown}
 
 
@@ -70,6 +75,24 @@ def test_one_graph_for_torch_compile(name):
     model, inputs = made(name)  # what is traced is one graph for any backend; generating code takes minutes
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(scores(compiled(**inputs)), scores(model(**inputs)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def code_cache(tmp_path_factory):
+    "A folder for generated code, empty at first."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="code for the CPU needs a C++ compiler")
+@pytest.mark.parametrize("name", ["dsn", "perforated"])  # tens of seconds each
+@torch.no_grad()
+def test_code_that_torch_compile_generates(name, code_cache):
+    model, inputs = made(name)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(scores(compiled(**inputs)), scores(model(**inputs)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["dsn", "grown"])

@@ -11,19 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dendritic_lab.data.mixtures import mix
-from dendritic_lab.models.dendritic_lm import DendriticLMConfig, DendriticLMForCausalLM
+from dendritic_lab.models.dendritic_lm import DOCUMENT, REPAIRED, DendriticLMConfig, DendriticLMForCausalLM
 from dendritic_lab.pruning.structured import list_units, mask_units, shrink, taylor_unit_scores, weakest_units
 from dendritic_lab.pruning.unstructured import (
     active_weights, apply_masks, hold_masks, magnitude_scores, make_masks, prunable_weights, wanda_scores)
 
-from transformers import BertConfig, BertForSequenceClassification, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import (
+    BertConfig, BertForSequenceClassification, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM)
 
 SIZES = dict(vocab_size=30, hidden_size=24, num_hidden_layers=2, max_position_embeddings=32)
 SMALL = dict(**SIZES, num_attention_heads=4, intermediate_size=6, pad_token_id=0)
 LAYOUT = dict(branches=[[4, 3, 4], [2, 2]], soma_expansion=1, num_passes=2)
 MODELS = {
-    "dendritic": lambda: DendriticLMForCausalLM(DendriticLMConfig(**SIZES, **LAYOUT)),
+    "dendritic": lambda: DendriticLMForCausalLM(DendriticLMConfig(**DOCUMENT | REPAIRED | SIZES | LAYOUT)),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2)),
     "bert": lambda: BertForSequenceClassification(BertConfig(**SMALL)),
 }
 IDS = torch.randint(1, 30, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -21,7 +21,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from dendritic_lab.lab.publish import MARKED, stage, update_readme, write_parts
 from dendritic_lab.lab.reference import code_of, plain_modules
-from dendritic_lab.lab.report import external_loads
+from dendritic_lab.lab.report import FORMULA, external_loads
 from dendritic_lab.lab.results import AGAIN
 
 pytestmark = pytest.mark.xdist_group("site")  # one worker: what its tests share is made once
@@ -45,7 +45,15 @@ figure, axis = plt.subplots(figsize=(5, 3))
 plot_intervals(axis, range(2), [accuracy, other])
 recorder.figure(figure, "accuracy", "Accuracy with 95 % intervals over seeds and sentences.")
 """, """
+pd.DataFrame({"texts": [59376], "share": [0.51234]})
+""", """
 pd.DataFrame({"sentence": range(30), "right": right[0, :30]})
+""", """
+pd.DataFrame({f"column {i}": ["words that are long"] for i in range(12)})
+""", """
+figure, axis = plt.subplots(figsize=(14, 3))
+axis.plot([1, 2], [1, 2])
+recorder.figure(figure, "wide", "A figure that is wider than the page, \\"quoted\\".")
 """, """
 table = pd.DataFrame({"arm": ["coin"], "accuracy, %": [f"{accuracy:.1f}"]})
 recorder.conclude(f"Coins are right in {accuracy:.1f} % of all sentences.", figure="accuracy", table=table,
@@ -55,7 +63,7 @@ recorder.conclude(f"Coins are right in {accuracy:.1f} % of all sentences.", figu
 
 def write_experiment(root: Path, name: str, *cells: str):
     "An experiment's notebook and profiles."
-    told = [new_markdown_cell(f"# {name.capitalize()}\n\n> Does it show?"),
+    told = [new_markdown_cell(f"# {name.capitalize()}\n\n> Does it show?\n\nAs $p_i = 0.8$, or\n\n$$p = \\sum_i p_i$$"),
             new_code_cell("seed: int = 0  # of the coins", metadata={"tags": ["parameters"]})]
     kernel = {"name": "python3", "display_name": "python3", "language": "python"}
     notebook = new_notebook(cells=[*told, *map(new_code_cell, cells)], metadata={"kernelspec": kernel})
@@ -174,10 +182,44 @@ def test_an_experiment_is_added_in_one_place(checkout, tmp_path):
 
 def test_a_report_begins_with_its_verdict_and_folds_long_tables(checkout):
     report = next((checkout / "outputs/reference/shown").glob("*/report.html")).read_text()
-    order = ["Does it show?", "Coins are right", "Verdict: does not hold.", "<img ", "Coins.", "Table of 30 rows",
-             "Claims that this run speaks to"]
+    order = ["Does it show?", "Coins are right", "Verdict: does not hold.", "<img ", "Coins.", "<table", "59,376",
+             "Table of 30 rows", "Table of 1 row: column 0", "Claims that this run speaks to"]
     places = [report.index(words) for words in order]
     assert places == sorted(places)
+
+
+class Pictures(HTMLParser):
+    "Figures of a page: each one's id and its picture's alternative text."
+    def __init__(self, page: str):
+        super().__init__()
+        self.ids, self.texts = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "figure": self.ids.append(dict(attributes)["id"])
+        if tag == "img": self.texts.append(dict(attributes).get("alt", ""))
+
+
+def test_a_report_shows_each_figure_once_with_a_text(checkout):
+    report = next((checkout / "outputs/reference/shown").glob("*/report.html")).read_text()
+    found = Pictures(report)
+    assert found.ids == ["figure-accuracy", "figure-wide"] and "further up" in report
+    assert found.texts == ["Accuracy with 95 % intervals over seeds and sentences.",
+                           'A figure that is wider than the page, "quoted".']
+
+
+def test_a_report_has_numbers_for_people(checkout):
+    report = next((checkout / "outputs/reference/shown").glob("*/report.html")).read_text()
+    assert '<td class="number">59,376</td><td class="number">0.512</td>' in report
+
+
+def test_the_sidebar_is_in_reading_order(site, root):
+    links = Links((site / "docs/tutorials.html").read_text(encoding="utf-8")).links
+    shown = list(dict.fromkeys(Path(link).stem for link in links if "tutorials/" in link))
+    stem = lambda path: re.sub(r"^\d+_", "", path.stem)
+    assert shown == [stem(p) for p in sorted((root / "nbs/tutorials").glob("[0-9]*.ipynb"))]
+    lessons = [Path(link).stem for link in links if "library/training/" in link]
+    assert lessons == [stem(p) for p in sorted((root / "nbs/training").glob("[0-9]*.ipynb"))]
 
 
 def said_by_experiments(root: Path) -> set[str]:
@@ -201,6 +243,33 @@ def test_no_module_of_the_lab_knows_an_experiment(root):
     names = said_by_experiments(root)
     assert len(names) > 20 and len(modules) > 20
     assert {(p.name, word) for p in modules for word in words_of(p) & names} == set()
+
+
+class Prose(HTMLParser):
+    "The text of a page outside of code, and how many formulas are drawn on it."
+    def __init__(self, page: str):
+        super().__init__()
+        self.text, self.formulas, self.within = "", 0, []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.formulas += tag == "math"
+        if tag in ("pre", "code", "script", "style"): self.within.append(tag)
+
+    def handle_endtag(self, tag):
+        if self.within and tag == self.within[-1]: self.within.pop()
+
+    def handle_data(self, data):
+        if not self.within: self.text += data
+
+
+def test_formulas_are_drawn_without_a_network(site, checkout):
+    reports = list((checkout / "outputs/reference").glob("*/*/report.html"))
+    pages = {p: Prose(p.read_text(encoding="utf-8")) for p in [*site.rglob("*.html"), *reports]}
+    source = re.compile(FORMULA.pattern + r"|\\(?:frac|sum|odot|mathrm|text|begin)\b", re.DOTALL)
+    assert {p.name: found[0] for p, page in pages.items() if (found := source.search(page.text))} == {}
+    assert all(pages[p].formulas >= 2 for p in reports if p.parts[-3] == "shown")
+    assert pages[site / "docs/library/layers/dendritic_linear.html"].formulas > 5
 
 
 KEPT = {"metrics.json", "summary.json", "params.yaml", "environment.json", "report.html", "report.ipynb", "status"}
@@ -259,6 +328,8 @@ def test_a_browser_shows_every_page_on_a_phone_without_errors_or_other_hosts(ser
         assert page.evaluate(broken) == 0, f"{path} has a picture that does not load"
         silent = "[...document.images].filter(i => !i.alt).length"
         assert page.evaluate(silent) == 0, f"{path} has a picture without an alternative text"
+        cut = "[...document.querySelectorAll('table.claims')].filter(t => t.scrollWidth > t.clientWidth).length"
+        assert page.evaluate(cut) == 0, f"{path} has a table of claims that is cut off"
     assert wrong == []
 
 
@@ -291,6 +362,8 @@ def test_navigation_search_and_sorting_work(serve, browser):
     page.set_viewport_size({"width": 1200, "height": 900})
     page.goto(f"{serve}/index.html")
     assert page.locator(".finding").count() == 5 and page.locator(".finding img").count() >= 1
+    pictures = page.locator(".finding :is(img, svg)")
+    assert pictures.count() == 5 and all(box.bounding_box()["width"] > 200 for box in pictures.all())
     page.get_by_role("link", name="Claims").first.click()
     page.wait_for_url("**/docs/claims.html")
     column = lambda: page.locator("main table").first.locator("tbody tr td:nth-child(3)").all_inner_texts()

@@ -1,4 +1,4 @@
-"""One run or some: run, compare, verify, clean."""
+"""One run or some: run, compare, verify, export, clean."""
 
 import re
 import shutil
@@ -181,6 +181,18 @@ def verify(
     same, total = len(verified.findings) - len(verified.bad), len(verified.findings)
     typer.echo(f"{same} of {total} figures are the same" + (", but the data are not" if verified.data else ""))
     if not verified.holds: raise typer.Exit(1)
+
+
+@app.command()
+@clear_errors
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the model: a new or an empty one.")],
+    arm: Annotated[str | None, typer.Option(help="Which of the run's models; not needed where it kept one.")] = None,
+):
+    "Write a model that a run kept into a folder that transformers loads, with a card."
+    from dendritic_lab.lab.export import export_model
+    typer.echo(f"model and card: {short(export_model(run, folder, arm))}")
 
 
 @app.command()

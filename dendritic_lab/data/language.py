@@ -7,7 +7,7 @@ __all__ = ['SHAKESPEARE', 'NOT_CODE', 'EXERCISES', 'EACH_EXERCISE', 'DOMAINS', '
            'NEOX_SHA256', 'split_documents', 'embedded_literature', 'embedded_code', 'package_folder', 'table_runs',
            'embedded_data', 'embedded_math', 'articles', 'local_wikitext2', 'hub_wikitext2', 'local_tinyshakespeare',
            'with_version', 'neox_file', 'train_bpe', 'first_characters', 'embedded_bpe', 'character_json',
-           'text_tokenizer', 'Tokens', 'tokenize', 'blocks']
+           'tokenizer_of', 'text_tokenizer', 'Tokens', 'tokenize', 'blocks']
 
 # %% ../../nbs/data/05_language.ipynb #15fb90af
 import hashlib
@@ -100,9 +100,9 @@ EXERCISES = ("basic_arithmetic", "chain_sum", "products", "fraction_simplificati
 EACH_EXERCISE = 1500  # of each kind, before repetitions are dropped
 
 
-def embedded_math() -> Splits:
+def embedded_math(each: int = EACH_EXERCISE) -> Splits:
     reasoning_gym = optional("reasoning_gym", "a mixture with exercises")
-    made = (row for kind in EXERCISES for row in reasoning_gym.create_dataset(kind, size=EACH_EXERCISE, seed=0))
+    made = (row for kind in EXERCISES for row in reasoning_gym.create_dataset(kind, size=each, seed=0))
     return split_documents(f"Question: {row['question'].strip()}\nAnswer: {row['answer']}" for row in made)
 
 # %% ../../nbs/data/05_language.ipynb #8d42a663
@@ -209,11 +209,20 @@ def character_json() -> str:
     return tokenizer.to_str()
 
 # %% ../../nbs/data/05_language.ipynb #ec4559d4
+def tokenizer_of(content: str, name: str, **symbols: str):  # a `PreTrainedTokenizerFast`
+    "A tokenizer from its JSON, whose one special symbol ends documents; `symbols` adds others."
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+    symbols = dict(bos_token=END, eos_token=END, pad_token=END) | symbols
+    backend = Tokenizer.from_str(content)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **symbols)
+    tokenizer.name_or_path = name
+    return tokenizer
+
+
 def text_tokenizer(name: str = "auto"):  # a `PreTrainedTokenizerFast`; its `name_or_path` says which it is
     """"gpt-neox-20b", "bpe" or "characters"; "auto" is the first where the local folder has its file, else the second.
     Raises `ValueError` for another name, `DataError` where the file is missing or damaged."""
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
     if name not in ("auto", "gpt-neox-20b", "bpe", "characters"):
         raise ValueError(f"unknown tokenizer {name!r}; expected auto, gpt-neox-20b, bpe or characters")
     if name == "auto": name = "gpt-neox-20b" if neox_file() else "bpe"
@@ -222,12 +231,7 @@ def text_tokenizer(name: str = "auto"):  # a `PreTrainedTokenizerFast`; its `nam
         raise DataError(f"the tokenizer gpt-neox-20b needs {place}; or take 'bpe'")
     read_neox = lambda: neox_file().read_text(encoding="utf-8")
     content = {"gpt-neox-20b": read_neox, "bpe": embedded_bpe, "characters": character_json}[name]()
-    symbols = dict(bos_token=END, eos_token=END, pad_token=END)
-    if name == "characters": symbols["unk_token"] = "<unk>"
-    backend = Tokenizer.from_str(content)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **symbols)
-    tokenizer.name_or_path = name
-    return tokenizer
+    return tokenizer_of(content, name, **({"unk_token": "<unk>"} if name == "characters" else {}))
 
 # %% ../../nbs/data/05_language.ipynb #8293a7d6
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ def mix(
     domains: Mapping[str, "Tensor"],  # name: (tokens,) int64
     length: int,  # of a block
     seed: int = 0,  # of the order of each domain's blocks
+    most: int | None = None,  # blocks of each domain; None: all
 ) -> Mixture:
     """Blocks that overlap by one token, so that each predicts `length - 1`; what does not fill a block is left out.
     Every beginning of the mixture has each domain's share of blocks, to less than one block. Raises `ValueError` for a
@@ -53,10 +54,11 @@ def mix(
     if short := [name for name, tokens in domains.items() if len(tokens) < length]:
         raise ValueError(f"{short[0]} has fewer than {length} tokens")
     cut = [tokens.unfold(0, length, length - 1) for tokens in domains.values()]  # each (blocks, length)
-    shuffled = [blocks[torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))] for blocks in cut]
-    place = torch.cat([(torch.arange(len(blocks)) + 0.5) / len(blocks) for blocks in cut])  # in the mixture, 0 to 1
+    orders = [torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))[:most] for blocks in cut]
+    shuffled = [blocks[order] for blocks, order in zip(cut, orders)]
+    place = torch.cat([(torch.arange(len(blocks)) + 0.5) / len(blocks) for blocks in shuffled])  # 0 to 1
     order = place.argsort(stable=True)
-    domain = torch.cat([torch.full((len(blocks),), i) for i, blocks in enumerate(cut)])
+    domain = torch.cat([torch.full((len(blocks),), i) for i, blocks in enumerate(shuffled)])
     return Mixture(torch.cat(shuffled)[order], domain[order], tuple(domains))
 
 # %% ../../nbs/data/10_mixtures.ipynb #1c0a8a15

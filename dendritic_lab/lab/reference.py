@@ -279,7 +279,9 @@ def write_page(source: Path, target: Path, footer: str = ""):
     notebook = json.loads(source.read_text(encoding="utf-8"))
     title, line = title_and_line(source)
     text = lambda name, kind, source: {"cell_type": kind, "id": name, "metadata": {}, "source": source}
-    front = text("front", "raw", f"---\ntitle: {json.dumps(title)}\nsubtitle: {json.dumps(line)}\n---")
+    place = re.match(r"\d+", source.name)  # in the sidebar: reading order, not the alphabet's
+    order = f"\norder: {int(place[0]) + 1}" if place else ""
+    front = text("front", "raw", f"---\ntitle: {json.dumps(title)}\nsubtitle: {json.dumps(line)}{order}\n---")
     rest = re.sub(r"\A# .+\n+> .+\n*", "", "".join(notebook["cells"][0]["source"]))
     cells = [*([text("lead", "markdown", rest)] if rest else []), *notebook["cells"][1:]]
     cells += [text("footer", "markdown", footer)] if footer else []

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AGAIN', 'systems', 'Result', 'newest_summary', 'results', 'system_title', 'results_table', 'own_table', 'picture',
-           'folded', 'section', 'claims_answered', 'main_result', 'card', 'cards']
+           'folded', 'verdict_line', 'section', 'claims_answered', 'main_result', 'schematic', 'card', 'cards']
 
 # %% ../../nbs/lab/11_results.ipynb #66508db7
 import json
@@ -115,13 +115,18 @@ def folded(title: str, text: str) -> str:
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>" if text else ""
 
 
+def verdict_line(result: Result) -> str:
+    "Verdict and headlines as a line of their own."
+    return "Verdict: " * bool(result.summary["verdict"]) + result.verdict
+
+
 def section(result: Result) -> str:
     "A result as a section for a page in docs/."
     parts = [f"### {result.experiment.title} {{#{result.name}}}", f"*{result.experiment.question}*"]
     if result.summary:
         s, run = result.summary, result.run
         link = f"[Report {run.name}](reports/{result.name}-{run.name}.html)"
-        parts += [s["sentence"], result.verdict, picture(result, "figures"), folded("Table", own_table(result)),
+        parts += [s["sentence"], verdict_line(result), picture(result, "figures"), folded("Table", own_table(result)),
                   f"Compared with: {s['compared_with']}" if s["compared_with"] else "",
                   f"Limits: {s['limits']}" if s["limits"] else "", f"{link}: {result.measured}."]
     else: parts.append(f"This is {AGAIN}: no run of record stands behind a figure yet.")
@@ -140,19 +145,29 @@ def main_result(found: list[Result]) -> Result | None:
     return max(measured, key=lambda r: (r.figure is not None, claims_answered(r.run)), default=None)
 
 
-def card(title: str, system: str, result: Result | None) -> str:
-    "A system as a box for the page at the top level."
-    tutorial = f"[Tutorial](docs/tutorials/{system}.ipynb)"
-    if result is None: return f"::: {{.finding}}\n### {title}\n\nThis is {AGAIN}.\n\n{tutorial}\n:::"
-    report = f"[Report](docs/reports/{result.name}-{result.run.name}.html)"
-    image = re.sub(r"^!\[.*\]\(", "![](", picture(result, "docs/figures"))  # without its caption
-    parts = [f"::: {{.finding}}\n### {title}", image, result.summary["sentence"], result.verdict]
-    return "\n\n".join(filter(None, [*parts, f"{report} · {tutorial}\n:::"]))
+def schematic(root: Path, system: str) -> str:
+    "The drawing of a system's idea as Markdown, with a sentence that says it; empty where it has none."
+    path = root / f"nbs/site/systems/{system}.svg"
+    if not path.exists(): return ""
+    drawing = path.read_text(encoding="utf-8")
+    return f"```{{=html}}\n{drawing}```\n\n{re.search('<title>(.+?)</title>', drawing)[1]}"
+
+
+def card(title: str, system: str, result: Result | None, idea: str = "") -> str:  # idea: what `schematic` gives
+    "A system as a box for the page at the top level: what was found, or else what it is."
+    links = f"[Experiments](docs/experiments.qmd#of-{system}) · [Tutorial](docs/tutorials/{system}.ipynb)"
+    parts = [idea, "**Being measured**: no run of record stands behind a figure yet."]
+    if result:
+        links = f"[Report](docs/reports/{result.name}-{result.run.name}.html) · {links}"
+        image = re.sub(r"^!\[.*\]\(", "![](", picture(result, "docs/figures"))  # without its caption
+        parts = [image or idea, result.summary["sentence"], verdict_line(result)]
+    return "\n\n".join(filter(None, [f"::: {{.finding}}\n### {title}", *parts, f"{links}\n:::"]))
 
 
 def cards(root: Path) -> str:
     "One card for each system that has a tutorial."
     found = results(root)
-    boxes = [card(title, system, main_result([r for r in found if r.system == system]))
+    of_system = lambda system: main_result([r for r in found if r.system == system])
+    boxes = [card(title, system, of_system(system), schematic(root, system))
              for system, title in systems(root).items()]
     return ":::: {.findings}\n" + "\n\n".join(boxes) + "\n::::"

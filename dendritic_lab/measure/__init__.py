@@ -6,8 +6,8 @@ _places = {
     "modes": ["evaluating"],
     "size": ["ParamCount", "count_flops", "count_params", "file_size"],
     "speed": ["Comparison", "compare_latency", "energy", "peak_memory", "throughput"],
-    "statistics": ["Interval", "McNemar", "interval", "mcnemar", "median_interval", "number", "plot_intervals",
-                   "seed_interval", "verdict"]}
+    "statistics": ["Interval", "McNemar", "interval", "label_lines", "mcnemar", "median_interval", "number",
+                   "plot_intervals", "seed_interval", "verdict"]}
 _module_of = {name: module for module, names in _places.items() for name in names}
 __all__ = list(_module_of)
 

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['GroupCache', 'DendriticCache', 'Feedback', 'DendriticLMPreTrainedModel', 'DendriticLMModel', 'DendriticLMForCausalLM',
-           'PRESETS', 'DendriticLayer', 'DendriticLMConfig', 'Memory', 'Neurons', 'attention_mask', 'cortical_layout']
+           'DOCUMENT', 'PRESETS', 'REPAIRED', 'DendriticLayer', 'DendriticLMConfig', 'Memory', 'Neurons',
+           'attention_mask', 'cortical_layout', 'rotations']
 
 # %% ../../nbs/models/09_dendritic_lm.ipynb #cc5659bd
 import torch
@@ -17,15 +18,18 @@ from transformers.utils.generic import can_return_tuple
 
 # %% ../../nbs/models/09_dendritic_lm.ipynb #1c0d6a01
 from ..layers.grouped import GroupedConvolution, GroupedLinear, GroupedNorm
+from ..layers.short_convolution import ShortConvolution
 from ..layers.trace import NMDATrace
-from .dendritic_neuron import (
-    PRESETS, DendriticLayer, DendriticLMConfig, Memory, Neurons, attention_mask, cortical_layout)
+from dendritic_lab.models.dendritic_neuron import (
+    DOCUMENT, PRESETS, REPAIRED, DendriticLayer, DendriticLMConfig, Memory, Neurons, attention_mask, cortical_layout,
+    rotations)
 
-_all_ = ["PRESETS", "DendriticLayer", "DendriticLMConfig", "Memory", "Neurons", "attention_mask", "cortical_layout"]
+_all_ = ["DOCUMENT", "PRESETS", "REPAIRED", "DendriticLayer", "DendriticLMConfig", "Memory", "Neurons",
+         "attention_mask", "cortical_layout", "rotations"]
 
 # %% ../../nbs/models/09_dendritic_lm.ipynb #3c2cb2b8
 class GroupCache(DynamicLayer):
-    "What one group of neurons remembers. It cannot be cropped: a trace does not run backwards."
+    "What a group of neurons or a layer's convolution remembers. It cannot be cropped: a trace does not run backwards."
     is_croppable = False
 
     def __init__(self): super().__init__(); self.past = self.trace = None
@@ -33,7 +37,7 @@ class GroupCache(DynamicLayer):
     def read(self) -> Memory: return (self.keys, self.values, self.past, self.trace)
 
     def write(self, memory: Memory):
-        if not self.is_initialized: self.lazy_initialization(*memory[:2])
+        if not self.is_initialized and memory[0] is not None: self.lazy_initialization(*memory[:2])
         self.keys, self.values, self.past, self.trace = memory
 
     def reset(self): super().reset(); self.past = self.trace = None
@@ -42,22 +46,17 @@ class GroupCache(DynamicLayer):
         if not tokens_to_remove: return
         raise ValueError("a dendritic model's cache cannot be cropped: its traces do not run backwards")
 
-    def _select(self, choose):
-        if self.get_seq_length() == 0: return
-        self.keys, self.values = choose(self.keys, 0), choose(self.values, 0)
-        if self.past is not None: self.past = choose(self.past, 1)
-        if self.trace is not None: self.trace = choose(self.trace, 0)
-
-    def reorder_cache(self, beam_idx): self._select(lambda t, dim: t.index_select(dim, beam_idx.to(t.device)))
-    def batch_repeat_interleave(self, repeats): self._select(lambda t, dim: t.repeat_interleave(repeats, dim))
-    def batch_select_indices(self, indices): self._select(lambda t, dim: t[indices] if dim == 0 else t[:, indices])
+    def _select(self, choose): self.write(tuple(None if t is None else choose(t) for t in self.read()))
+    def reorder_cache(self, beam_idx): self._select(lambda t: t.index_select(0, beam_idx.to(t.device)))
+    def batch_repeat_interleave(self, repeats): self._select(lambda t: t.repeat_interleave(repeats, 0))
+    def batch_select_indices(self, indices): self._select(lambda t: t[indices])
 
 # %% ../../nbs/models/09_dendritic_lm.ipynb #1c0d6a05
 class DendriticCache(Cache):
-    "A `GroupCache` for each group of neurons of each layer of each pass, and how many tokens it has seen."
+    "A `GroupCache` for all that each layer of each pass remembers, and how many tokens it has seen."
     def __init__(self, model: "DendriticLMModel"):
-        groups = sum(len(layer.groups) for layer in model.layers)
-        super().__init__(layers=[GroupCache() for _ in range(model.config.num_passes * groups)])
+        entries = model.config.num_passes * sum(layer.memories for layer in model.layers)
+        super().__init__(layers=[GroupCache() for _ in range(entries)])
         self.seen = 0  # a model without any neuron has no entry to count with
 
     def get_seq_length(self, layer_idx: int = 0) -> int: return self.seen
@@ -87,13 +86,14 @@ class DendriticLMPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module):
-        "Normal with `initializer_range`; what writes into the residual stream is smaller, as in GPT-2."
+        "Normal with `initializer_range`; what writes into the residual stream and embeddings are smaller."
         std = self.config.initializer_range
         last = std / (2 * max(self.config.num_hidden_layers, 1)) ** 0.5
         if isinstance(module, (GroupedLinear, GroupedConvolution)):
             init.normal_(module.weight, std=std)
             if module.bias is not None: init.zeros_(module.bias)
         elif isinstance(module, GroupedNorm): init.ones_(module.weight); init.zeros_(module.bias)
+        elif isinstance(module, ShortConvolution): init.normal_(module.weight, std=0.02)
         elif isinstance(module, NMDATrace): init.copy_(module.logit, NMDATrace.initial_logit(module.channels))
         elif isinstance(module, DendriticLayer):
             if module.weights is not None: init.zeros_(module.weights)
@@ -102,16 +102,19 @@ class DendriticLMPreTrainedModel(PreTrainedModel):
                 for writer in writers: init.normal_(writer.weight, std=last)
         elif isinstance(module, DendriticLMModel):
             if module.pass_weights is not None: init.zeros_(module.pass_weights)
+        elif isinstance(module, nn.Embedding): init.normal_(module.weight, std=min(std, 0.02))
         else: super()._init_weights(module)
 
 # %% ../../nbs/models/09_dendritic_lm.ipynb #6b2d4687
 class DendriticLMModel(DendriticLMPreTrainedModel):
     """Embeddings, dendritic layers and a final norm, once or twice: token ids `(batch, time)` to hidden states
-    `(batch, time, hidden_size)`. Raises `ValueError` for more than `max_position_embeddings` tokens."""
+    `(batch, time, hidden_size)`. With learned positions raises `ValueError` for more than `max_position_embeddings`
+    tokens (with padding that hides how many, `RuntimeError`); rotary ones have no end."""
     def __init__(self, config: DendriticLMConfig):
         super().__init__(config)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        learned, limit = config.positions == "learned", config.max_position_embeddings
+        self.positions = nn.Embedding(limit, config.hidden_size) if learned else None
         self.layers = nn.ModuleList(DendriticLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.feedback = nn.ModuleDict({str(to): Feedback(config) for _, to in config.feedback or []})
@@ -137,11 +140,13 @@ class DendriticLMModel(DendriticLMPreTrainedModel):
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
         tokens, mask, positions = self._masks(attention_mask, cache.seen if cache is not None else 0, x)
-        x = x + self.positions(positions if position_ids is None else position_ids)
+        if position_ids is not None: positions = position_ids
+        if self.positions is not None: x = x + self.positions(positions)
+        turns = rotations(self.config, positions)
         entries = iter(cache.layers) if cache is not None else None
         passes, outputs = [], []
         for _ in range(self.config.num_passes):
-            outputs = self._one_pass(x, tokens, mask, entries, outputs)
+            outputs = self._one_pass(x, tokens, mask, turns, entries, outputs)
             passes.append(outputs[-1])
         if cache is not None: cache.seen += x.shape[1]
         h = passes[0]
@@ -151,14 +156,14 @@ class DendriticLMModel(DendriticLMPreTrainedModel):
         states = (x, *outputs[:-1], h) if output_hidden_states else None
         return BaseModelOutputWithPast(last_hidden_state=h, past_key_values=cache, hidden_states=states)
 
-    def _one_pass(self, h: Tensor, tokens, mask, entries, before: list[Tensor]) -> list[Tensor]:
+    def _one_pass(self, h: Tensor, tokens, mask, turns, entries, before: list[Tensor]) -> list[Tensor]:
         "Outputs of all layers; `before` are those of the pass before, none in the first."
         outputs = []
         sources = {to: source for source, to in self.config.feedback or []} if before else {}
         for i, layer in enumerate(self.layers):
             if i in sources: h = self.feedback[str(i)](h, before[sources[i]])
-            caches = [next(entries) for _ in layer.groups] if entries is not None else []
-            h, memories = layer(h, tokens, mask, *(cache.read() for cache in caches))
+            caches = [next(entries) for _ in range(layer.memories)] if entries is not None else []
+            h, memories = layer(h, tokens, mask, turns, *(cache.read() for cache in caches))
             for cache, memory in zip(caches, memories): cache.write(memory)
             outputs.append(h)
         return outputs
@@ -175,15 +180,16 @@ class DendriticLMModel(DendriticLMPreTrainedModel):
         if padding is not None and padding.shape != (batch, seen + time):
             expected, got = (batch, seen + time), tuple(padding.shape)
             raise ValueError(f"attention_mask must be (batch, earlier tokens + time) = {expected}, got {got}")
+        too_long = f"the text has more than max_position_embeddings = {limit} tokens"
+        beyond = self.positions is not None and seen + time > limit
         if padding is None:
-            tokens, mask = None, attention_mask(time, seen + time, device=x.device)
-            positions, longest = torch.arange(seen, seen + time, device=x.device)[None], seen + time
-        else:
-            padding = padding.bool()
-            positions = (padding.long().cumsum(1) - 1).clamp(min=0)[:, seen:]
-            tokens, mask = padding[:, seen:, None].to(x.dtype), attention_mask(time, seen + time, padding, x.device)
-            longest = seen + time if seen + time <= limit else int(positions.max()) + 1  # padding needs no position
-        if longest > limit: raise ValueError(f"the text has more than max_position_embeddings = {limit} tokens")
+            if beyond: raise ValueError(too_long)
+            positions = torch.arange(seen, seen + time, device=x.device)[None]
+            return None, attention_mask(time, seen + time, device=x.device), positions
+        padding = padding.bool()
+        positions = (padding.long().cumsum(1) - 1).clamp(min=0)[:, seen:]
+        if beyond: torch._assert_async((positions < limit).all(), too_long)  # padding needs no position
+        tokens, mask = padding[:, seen:, None].to(x.dtype), attention_mask(time, seen + time, padding, x.device)
         return tokens, mask, positions
 
 # %% ../../nbs/models/09_dendritic_lm.ipynb #45b01da3

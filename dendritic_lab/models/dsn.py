@@ -177,8 +177,10 @@ def save_pretrained(self, save_directory, **kwargs):
 
 
 def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-    "Load a model and, where its folder has one, its tokenizer. No folder: `config` and `state_dict` are given."
+    """Load a model and, where its folder has one, its tokenizer: from a folder, the hub, or by the name of one that is
+    embedded in the package. None: `config` and `state_dict` are given."""
     path = pretrained_model_name_or_path
+    if path is not None: path = checkpoint_path(str(path))
     model = super(DSNForSequenceClassification, cls).from_pretrained(path, *args, **kwargs)
     if path is not None and (Path(path) / "tokenizer.json").exists():
         model.tokenizer = AutoTokenizer.from_pretrained(path)

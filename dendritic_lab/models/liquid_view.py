@@ -57,13 +57,13 @@ def gates_figure(
     picture = restore(pixel_values[image:image + 1].cpu())[0].permute(1, 2, 0).numpy()
     maps = [_score_maps(d, image) for d in decisions]
     columns = 1 + len(maps[0])
-    size = (1.5 * columns + 0.6, 1.6 * len(decisions))
+    size = (1.5 * columns + 0.6, 1.65 * len(decisions))
     figure, axes = plt.subplots(len(decisions), columns, figsize=size, squeeze=False, layout="constrained")
     for row, decision, named in zip(axes, decisions, maps):
         _draw_scores(figure, row, named)
         row[-1].imshow(_veiled(picture, decision.kept[image]))
-        row[-1].set_title(f"{int(decision.kept[image].sum())} patches go on", fontsize=8)
-        row[0].set_ylabel(f"before block {decision.layer}", fontsize=8)
+        row[-1].set_title(f"{int(decision.kept[image].sum())} patches go on", fontsize=9)
+        row[0].set_ylabel(f"before block {decision.layer}", fontsize=9)
     return _finished(figure, axes)
 
 
@@ -82,7 +82,7 @@ def _draw_scores(figure: Figure, row, named: dict[str, np.ndarray]):
     for axis, (name, values) in zip(row, named.items()):
         shown = axis.imshow(values, cmap="viridis", vmin=low, vmax=high)
         axis.set_facecolor(np.array(DROPPED) / 255)
-        axis.set_title(name, fontsize=8)
+        axis.set_title(name, fontsize=9)
     figure.colorbar(shown, ax=list(row[:len(named)]), pad=0.01, fraction=0.03)
 
 

@@ -35,6 +35,7 @@ class PerforatedBertConfig(BertConfig):
     head_shares: list[list[float]] | None = None  # (layers, heads) of the kept blocks, mean 1; None: equal
     attention_backend: str = "auto"  # of `block_sparse_attention`
     num_tasks: int = 0  # tasks with budgets of their own
+    base_checkpoint: str | None = None  # weights that a saved model does not have come from there; None: it has all
 
 # %% ../../nbs/models/03_perforated_layer.ipynb #5e3a3319
 class Knobs(NamedTuple):

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     BertForMaskedLM, BertForSequenceClassification, BertModel, BertPreTrainedModel, GPTNeoXForCausalLM,
-    GPTNeoXForSequenceClassification, GPTNeoXModel, GPTNeoXPreTrainedModel, PreTrainedModel)
+    GPTNeoXForSequenceClassification, GPTNeoXModel, GPTNeoXPreTrainedModel, LlamaForCausalLM, LlamaPreTrainedModel,
+    PreTrainedModel)
 
 from ..models.dendritic_lm import DendriticLMConfig, DendriticLMPreTrainedModel
 from ..models.narrow_transformers import (
     NarrowBertForMaskedLM, NarrowBertForSequenceClassification, NarrowBertModel, NarrowGPTNeoXForCausalLM,
-    NarrowGPTNeoXForSequenceClassification, NarrowGPTNeoXModel)
+    NarrowGPTNeoXForSequenceClassification, NarrowGPTNeoXModel, NarrowLlamaForCausalLM)
 from .unit_scores import (
     gate_hook, magnitude_unit_scores, random_unit_scores, taylor_unit_scores, units_for_sparsity, weakest_units)
 from .units import (
@@ -54,11 +55,13 @@ _NARROW = {
     BertModel: NarrowBertModel, BertForMaskedLM: NarrowBertForMaskedLM,
     BertForSequenceClassification: NarrowBertForSequenceClassification,
     GPTNeoXModel: NarrowGPTNeoXModel, GPTNeoXForCausalLM: NarrowGPTNeoXForCausalLM,
-    GPTNeoXForSequenceClassification: NarrowGPTNeoXForSequenceClassification}
+    GPTNeoXForSequenceClassification: NarrowGPTNeoXForSequenceClassification,
+    LlamaForCausalLM: NarrowLlamaForCausalLM}
 
 
 @_cut.register(BertPreTrainedModel)
 @_cut.register(GPTNeoXPreTrainedModel)
+@_cut.register(LlamaPreTrainedModel)
 def _(model: PreTrainedModel, units: set[Unit]) -> PreTrainedModel:
     narrow = type(model) if type(model) in _NARROW.values() else _NARROW.get(type(model))
     if narrow is None:

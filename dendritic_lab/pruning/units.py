@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import BertPreTrainedModel, GPTNeoXPreTrainedModel, PreTrainedModel
+from transformers import BertPreTrainedModel, GPTNeoXPreTrainedModel, LlamaPreTrainedModel, PreTrainedModel
 
 from ..models.dendritic_lm import DendriticLMPreTrainedModel
 from .masks import apply_masks
@@ -49,12 +49,14 @@ class Site(NamedTuple):
 @singledispatch
 def unit_sites(model: nn.Module) -> list[Site]:
     "All places with units that can be taken out of `model`. Raises `TypeError` for an architecture that is not known."
-    raise TypeError(f"expected a BERT, GPT-NeoX or dendritic language model, got {type(model).__name__}")
+    known = "a BERT, GPT-NeoX, Llama or dendritic language model"
+    raise TypeError(f"expected {known}, got {type(model).__name__}")
 
 # %% ../../nbs/pruning/03_units.ipynb #3bebc3b0
 def heads(config, layer: int) -> int:
-    "Heads in this layer, of a model that may be narrow."
-    return config.num_attention_heads if getattr(config, "kept_heads", None) is None else config.kept_heads[layer]
+    "Heads, of keys and values, in this layer, of a model that may be narrow."
+    if getattr(config, "kept_heads", None) is not None: return config.kept_heads[layer]
+    return getattr(config, "num_key_value_heads", config.num_attention_heads)
 
 
 def width(config, layer: int) -> int:
@@ -96,6 +98,16 @@ def _(model: GPTNeoXPreTrainedModel) -> list[Site]:
     def kinds(i, layer):
         if n := heads(model.config, i): yield "head", n, (layer.attention.query_key_value,), layer.attention.dense
         if n := width(model.config, i): yield "feed_forward", n, (layer.mlp.dense_h_to_4h,), layer.mlp.dense_4h_to_h
+    return _transformer_sites(model, model.base_model.layers, kinds)
+
+
+@unit_sites.register
+def _(model: LlamaPreTrainedModel) -> list[Site]:
+    def kinds(i, layer):
+        attention, mlp = layer.self_attn, layer.mlp
+        writers = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]  # none without heads
+        if n := heads(model.config, i): yield "head", n, writers, attention.o_proj
+        if n := width(model.config, i): yield "feed_forward", n, (mlp.gate_proj, mlp.up_proj), mlp.down_proj
     return _transformer_sites(model, model.base_model.layers, kinds)
 
 # %% ../../nbs/pruning/03_units.ipynb #6195527d
