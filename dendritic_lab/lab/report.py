@@ -60,6 +60,7 @@ img { max-width: 100%; height: auto }
 figure { margin: 1.25rem 0 }
 .picture { overflow-x: auto }
 pre, code { font: .85em/1.5 ui-monospace, monospace }
+math[display=block] { overflow-x: auto; overflow-y: hidden; max-width: 100%; padding: .25rem 0 }
 pre { background: var(--shade); padding: .75rem 1rem; overflow-x: auto; border-radius: 4px }
 pre.command { white-space: pre-wrap }
 details { margin: .25rem 0 1rem }
@@ -111,9 +112,11 @@ CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 
 
 def render_math(markdown: str) -> str:
-    "Markdown with `$...$` and `$$...$$` outside of code replaced by MathML."
+    "Markdown with `$...$` and `$$...$$` outside of code replaced by MathML, which a browser draws by itself."
     from latex2mathml.converter import convert
-    draw = lambda found: convert(found[1] or found[2], display="block" if found[1] else "inline")
+    known = lambda formula: formula.replace("{aligned}", "{align*}")  # the name that latex2mathml has for it
+    mathml = lambda found: convert(known(found[1] or found[2]), display="block" if found[1] else "inline")
+    draw = lambda found: re.sub(r'columnalign="(\w+)"', r'style="text-align:\1"', mathml(found))  # as browsers read it
     return "".join(part if i % 2 else FORMULA.sub(draw, part) for i, part in enumerate(CODE.split(markdown)))
 
 # %% ../../nbs/lab/04_report.ipynb #3c247045
