@@ -39,6 +39,9 @@ class Comparison:
     threads: int
     ratios: tuple[float, ...]  # one a pair
 
+    def __repr__(self) -> str:
+        return f"Comparison({self.interval:.2f} of {1000 * self.baseline_seconds:.3g} ms, {self.rounds} pairs)"
+
     @property
     def interval(self) -> Interval:
         "The median ratio with its interval over pairs."

@@ -35,11 +35,13 @@ class Interval:
 
     def __format__(self, spec: str) -> str:
         "`f'{interval:+.1f}'` gives `-0.3 [-1.2, +0.6]`; without a format, as many digits as the interval bears."
-        spec = spec or f".{self._decimals()}f"
+        spec = spec or f",.{self._decimals()}f"
         mean = format(self.mean, spec)
         return mean if self.low is None else f"{mean} [{self.low:{spec}}, {self.high:{spec}}]"
 
     def __str__(self) -> str: return format(self)
+
+    def __repr__(self) -> str: return f"Interval({self}, {self.basis})"
 
     def map(self, function: Callable[[float], float]) -> "Interval":
         "The same in other units, such as a ratio of times as a reduction in %: `function` only rises or only falls."
