@@ -34,16 +34,18 @@ def demos_packages(clone: Path) -> list[str]:
 
 
 def link(packages: list[str], environment: Path):
-    "Put packages into an environment as links to the files that pip installed for the tests; programs are left out."
+    "Put packages into an environment as links to what pip installed for the tests; programs are left out."
     own = next(environment.glob("lib/python*/site-packages"))
     for name in packages:
-        try: files = distribution(name).files
+        try: package = distribution(name)
         except PackageNotFoundError: continue  # pip says which one it wants
-        for file in files:
-            found, target = Path(file.locate()), Path(os.path.normpath(own / file))
-            if found.parent.name == "bin" or not found.is_file() or not target.is_relative_to(environment): continue
+        for file in package.files:
+            folder = package.locate_file(file.parts[0])  # one link is enough for a module or what pip notes about it
+            if (folder / "__init__.py").is_file() or folder.suffix == ".dist-info": file = Path(file.parts[0])
+            found, target = package.locate_file(file), Path(os.path.normpath(own / file))
+            if not target.is_relative_to(environment) or target.parent.name == "bin" or target.exists(): continue
             target.parent.mkdir(parents=True, exist_ok=True)
-            if not target.exists(): target.symlink_to(found)
+            target.symlink_to(found)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,8 @@ def clone(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("user") / "dendritic_lab"
     subprocess.run(["git", "clone", "-q", ROOT, made], check=True)
     subprocess.run(["make", f"PYTHON={sys.executable}", ".venv/bin/python"], cwd=made, check=True, capture_output=True)
+    old = [made / ".venv/bin/python", "-m", "pip", "uninstall", "-q", "-y", "setuptools"]  # venv's own, in Python 3.11
+    subprocess.run(old, check=True, capture_output=True)
     link(demos_packages(made), made / ".venv")
     return made
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WIDTH', 'core_params', 'matched_gpt_neox', 'divisor', 'shared', 'matched_llama', 'ConvolvedNorm',
-           'ConvolutionalLlama']
+           'ConvolutionalLlamaForCausalLM']
 
 # %% ../../nbs/models/10_control.ipynb #98b6f73f
 from ..layers.short_convolution import ShortConvolution
@@ -50,13 +50,13 @@ def shared(config: DendriticLMConfig) -> dict:
              "bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(config, name) for name in names}
 
-# %% ../../nbs/models/10_control.ipynb #fe1001a5
+# %% ../../nbs/models/10_control.ipynb #0ff7e07b
 WIDTH = 4  # positions that a convolution sees
 
 
 def matched_llama(
     config: DendriticLMConfig,  # of the model that is to be matched
-    convolutions: bool = False,  # for a `ConvolutionalLlama`
+    convolutions: bool = False,  # for a `ConvolutionalLlamaForCausalLM`
     head_dim: int = 64,  # of the control's heads, less where the width does not divide by it
 ) -> LlamaConfig:
     """A Llama with the same width, vocabulary and length and as many core parameters, to a few thousandths. Raises
@@ -69,7 +69,7 @@ def matched_llama(
     return LlamaConfig(num_hidden_layers=layers, num_attention_heads=d // divisor(d, head_dim),
                        intermediate_size=hidden, use_cache=not convolutions, **shared(config))
 
-# %% ../../nbs/models/10_control.ipynb #c628eabe
+# %% ../../nbs/models/10_control.ipynb #85ab865f
 class ConvolvedNorm(nn.Module):
     "A norm and a short convolution after it, `(batch, time, channels)` to the same."
     def __init__(self, norm: nn.Module, channels: int):
@@ -79,7 +79,7 @@ class ConvolvedNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor: return self.convolution(self.norm(x))[0]
 
 
-class ConvolutionalLlama(LlamaForCausalLM):
+class ConvolutionalLlamaForCausalLM(LlamaForCausalLM):
     """A Llama whose attention and feed-forward read convolved inputs. It has no cache: raises `ValueError` for
     `use_cache=True`."""
     def __init__(self, config: LlamaConfig):
