@@ -108,8 +108,8 @@ class Neurons(nn.Module):
             hidden = F.gelu(self.branch_in(z.reshape(z.shape[0], batch * time, -1)))  # (heads, batch * time, hidden)
             z = a + self.branch_out(hidden).view(z.shape)
         if self.branch_norm is not None: z = self.branch_norm(z)
-        z = z.reshape(self.count, self.branches, batch * time, self.branch_size)
-        s = self.soma(z.transpose(1, 2).reshape(self.count, batch * time, -1))  # (count, batch * time, dim)
+        z = z.unflatten(0, (self.count, self.branches)).permute(0, 2, 3, 1, 4)  # (count, batch, time, branches, size)
+        s = self.soma(z.reshape(self.count, batch * time, -1))  # (count, batch * time, dim)
         if self.in_residual: s = s + x.reshape(1, batch * time, dim)
         if self.reads_stream: s = s + h.reshape(1, batch * time, dim)
         hidden = self.soma_in(self.soma_norm(s))  # (count, batch * time, soma_size), or twice as many where gated
