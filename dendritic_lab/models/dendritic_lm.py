@@ -20,9 +20,8 @@ from transformers.utils.generic import can_return_tuple
 from ..layers.grouped import GroupedConvolution, GroupedLinear, GroupedNorm
 from ..layers.short_convolution import ShortConvolution
 from ..layers.trace import NMDATrace
-from dendritic_lab.models.dendritic_neuron import (
-    DOCUMENT, PRESETS, REPAIRED, DendriticLayer, DendriticLMConfig, Memory, Neurons, attention_mask, cortical_layout,
-    rotations)
+from .dendritic_config import DOCUMENT, PRESETS, REPAIRED, DendriticLMConfig, cortical_layout
+from .dendritic_neuron import DendriticLayer, Memory, Neurons, attention_mask, rotations
 
 _all_ = ["DOCUMENT", "PRESETS", "REPAIRED", "DendriticLayer", "DendriticLMConfig", "Memory", "Neurons",
          "attention_mask", "cortical_layout", "rotations"]
