@@ -4,6 +4,7 @@ import copy
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,12 +122,13 @@ def test_the_pruning_experiment_takes_its_text_from_a_mixture_of_all_domains():
     cells = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     source, = [cell for cell in cells if "recovery, calibration =" in cell]
 
-    def four_domains(domains, cutter, length, **tokens):
-        texts = {domain: torch.full((1000,), i) for i, domain in enumerate(domains)}
-        return {split: mix(texts, length) for split in tokens}, []
+    def four_domains(corpus, length, train, **held_out):
+        texts = {domain: torch.full((1000,), i) for i, domain in enumerate("abcd")}
+        return {split: mix(texts, length) for split in ("train", *held_out)}
 
-    place = dict(load_mixtures=four_domains, text_tokenizer=lambda name: None, domains="abcd", tokenizer="characters",
-                 length=16, train_tokens=4000, test_tokens=4000, recovery_tokens=1000, BATCH=16, CALIBRATION=4)
+    place = dict(load_corpus=lambda domains: SimpleNamespace(records=[]), corpus_blocks=four_domains, domains="abcd",
+                 recorder=SimpleNamespace(dataset=lambda record: None), length=16, train_tokens=4000, test_tokens=4000,
+                 recovery_tokens=1000, batch_size=16, CALIBRATION=4)
     exec(source, place)  # noqa: S102  the experiment's own cell
     for name in ("train", "recovery", "calibration", "test"):
         assert set(place[name].rows.flatten().tolist()) == {0, 1, 2, 3}, name

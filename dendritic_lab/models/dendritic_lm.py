@@ -99,7 +99,9 @@ class DendriticLMPreTrainedModel(PreTrainedModel):
             if module.weights is not None: init.zeros_(module.weights)
             for group in module.groups:
                 writers = (group.soma, group.soma_out) if module.in_residual else (group.projection,)
-                for writer in writers: init.normal_(writer.weight, std=last)
+                for writer in writers:
+                    if writer is not None: init.normal_(writer.weight, std=last)
+                if group.gain is not None: init.constant_(group.gain, 1 / sum(map(len, module.members)))
         elif isinstance(module, DendriticLMModel):
             if module.pass_weights is not None: init.zeros_(module.pass_weights)
         elif isinstance(module, nn.Embedding): init.normal_(module.weight, std=min(std, 0.02))

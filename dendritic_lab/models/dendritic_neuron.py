@@ -80,11 +80,11 @@ class DendriticLMConfig(PreTrainedConfig):
         kernel_size: int = 0,  # positions that a branch's convolution sees; 0: none
         input_kernel_size: int = 4,  # positions that the convolution of a layer's input sees; 0: none
         nmda_trace: bool = False,
-        branch_norm: bool = True,
+        branch_norm: bool = False,
         positions: str = "rotary",  # "rotary": branches turn queries and keys; "learned": a table, added to embeddings
         soma_activation: str = "swiglu",  # of a soma's feed-forward: "gelu", or "swiglu", gated and without biases
         soma_reads_stream: bool = True,  # a neuron outside of the residual stream adds its input to its branches' sum
-        mixing: str = "softmax",  # of neurons: "softmax" (learned weights), "projection" (P_i alone) or "residual"
+        mixing: str = "sum",  # of neurons: "sum" (learned gains), "softmax" (before P_i), "projection" or "residual"
         qkv_bias: bool = False,
         soma_bias: bool = False,
         head_bias: bool = False,
@@ -110,8 +110,8 @@ class DendriticLMConfig(PreTrainedConfig):
             raise ValueError(f"positions must be 'learned' or 'rotary', got {positions!r}")
         if soma_activation not in ("gelu", "swiglu"):
             raise ValueError(f"soma_activation must be 'gelu' or 'swiglu', got {soma_activation!r}")
-        if mixing not in ("softmax", "projection", "residual"):
-            raise ValueError(f"mixing must be 'softmax', 'projection' or 'residual', got {mixing!r}")
+        if mixing not in ("sum", "softmax", "projection", "residual"):
+            raise ValueError(f"mixing must be 'sum', 'softmax', 'projection' or 'residual', got {mixing!r}")
         if mixing == "residual" and any(len(layer) > 1 for layer in branches):
             raise ValueError("mixing 'residual' is for layers of one neuron")
         if num_passes not in (1, 2): raise ValueError(f"num_passes must be 1 or 2, got {num_passes!r}")
@@ -152,7 +152,8 @@ _BEFORE_REPAIR = dict(positions="learned", soma_activation="gelu", soma_reads_st
 
 # %% ../../nbs/models/08_dendritic_neuron.ipynb #1c0d5a12
 DOCUMENT = _BEFORE_REPAIR | dict(
-    soma_expansion=3, branch_expansion=2, kernel_size=5, nmda_trace=True, initializer_range=0.02)
+    mixing="softmax", branch_norm=True, soma_expansion=3, branch_expansion=2, kernel_size=5, nmda_trace=True,
+    initializer_range=0.02)
 REPAIRED = dict(positions="rotary", soma_reads_stream=True, input_kernel_size=4, initializer_range=None)
 _plain_heads = _BEFORE_REPAIR | dict(
     vocab_size=91, hidden_size=128, num_hidden_layers=4, max_position_embeddings=128, branches=[[4]] * 4,
@@ -226,7 +227,9 @@ class Neurons(nn.Module):
         self.gated = config.soma_activation == "swiglu"
         self.soma_in = GroupedLinear(count, dim, (1 + self.gated) * soma_size, bias=not self.gated)
         self.soma_out = GroupedLinear(count, soma_size, dim, bias=not self.gated)
-        self.projection = None if self.in_residual else GroupedLinear(count, dim, dim, bias=False)  # P_i
+        projected = config.mixing in ("softmax", "projection")
+        self.projection = GroupedLinear(count, dim, dim, bias=False) if projected else None  # P_i
+        self.gain = nn.Parameter(torch.ones(count)) if config.mixing == "sum" else None
 
     def attend(self, h, memory: Memory, tokens, mask, turn) -> tuple[Tensor, tuple]:
         "Attention in all branches: (heads, batch, time, branch_size), and keys, values and trace."
@@ -266,7 +269,8 @@ class Neurons(nn.Module):
         if self.in_residual: s = s + x.reshape(1, batch * time, dim)
         if self.reads_stream: s = s + h.reshape(1, batch * time, dim)
         hidden = self.soma_in(self.soma_norm(s))  # (count, batch * time, soma_size), or twice as many where gated
-        return s + self.soma_out(swiglu(hidden) if self.gated else F.gelu(hidden)), (k, v, past, trace)
+        s = s + self.soma_out(swiglu(hidden) if self.gated else F.gelu(hidden))
+        return s if self.gain is None else s * self.gain.view(-1, 1, 1), (k, v, past, trace)
 
     def parts(self) -> dict[str, dict[str, int]]:
         "For each parameter its dimensions by name, in order: what taking neurons, branches or soma units out needs."
@@ -286,7 +290,7 @@ class Neurons(nn.Module):
             "soma_in.weight": neuron | ({"gate or value": 2} if self.gated else {}) | soma | {"in": d},
             "soma_in.bias": neuron | soma,
             "soma_out.weight": neuron | {"out": d} | soma, "soma_out.bias": neuron | {"out": d},
-            "projection.weight": neuron | {"out": d, "in": d}}
+            "projection.weight": neuron | {"out": d, "in": d}, "gain": neuron}
         return {name: dims[name] for name, _ in self.named_parameters()}
 
 # %% ../../nbs/models/08_dendritic_neuron.ipynb #622e5c60
@@ -300,8 +304,8 @@ def rotations(
 
 # %% ../../nbs/models/08_dendritic_neuron.ipynb #e584ab25
 class DendriticLayer(GradientCheckpointingLayer):
-    """`x + sum_i softmax(w)_i P_i(neuron_i(Conv(LN(x))))`, neurons of one shape together: `members` says which a group
-    has. A layer without neurons returns `x`."""
+    """`x + sum_i neuron_i(Conv(LN(x)))`, in the document's form `x + sum_i softmax(w)_i P_i(neuron_i(LN(x)))`, neurons
+    of one shape together: `members` says which a group has. A layer without neurons returns `x`."""
     def __init__(self, config: DendriticLMConfig, index: int):
         super().__init__()
         shapes = list(zip(config.branches[index], config.branch_size[index], config.soma_size[index]))
@@ -333,6 +337,9 @@ class DendriticLayer(GradientCheckpointingLayer):
             s, memory = group(h, x, memory, tokens, mask, turns.get(group.branch_size))
             after.append(memory)
             if self.in_residual: return s.view(x.shape), (memory, *own)
+            if group.projection is None:
+                flat = flat + s.sum(0)
+                continue
             project = group.projection.weight.transpose(1, 2)  # (neurons, in, out)
             if self.weights is not None: project = project * self.weights.softmax(0)[members].view(-1, 1, 1)
             flat = torch.addbmm(flat, s, project)

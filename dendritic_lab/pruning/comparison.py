@@ -8,7 +8,7 @@ __all__ = ['Way', 'Start', 'find_start', 'core_left', 'on_curve', 'Pruned', 'pru
 # %% ../../nbs/pruning/09_comparison.ipynb #1c0f9a03
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import nn
@@ -27,6 +27,7 @@ class Start:
     calibration: Mixture
     recovery: Mixture  # the text that was found to be enough
     lr: float
+    tried: dict[tuple[float, int], float] = field(default_factory=dict)  # (rate, blocks) -> validation loss
 
     def weights(self,
         method: str,  # of `METHODS`
@@ -56,11 +57,11 @@ def find_start(
     validation: Mixture,
     rates: Sequence[float],
     blocks: Sequence[int],  # lengths of recovery
-) -> tuple[Start, dict[tuple[float, int], float]]:  # and (rate, blocks) -> validation loss
+) -> Start:
     "The rate and the length that suit the first model best."
     tried = search_recovery(models[0], share, text, validation, rates, blocks)
     lr, n = min(tried, key=tried.get)
-    return Start(models, calibration, text[:n], lr), tried
+    return Start(models, calibration, text[:n], lr, tried)
 
 # %% ../../nbs/pruning/09_comparison.ipynb #1c0f9a12
 def core_left(model: nn.Module) -> int:
