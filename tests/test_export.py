@@ -1,5 +1,7 @@
 """Every model is one graph for `torch.export` and `torch.compile`, with fixed knobs; two of them go to ONNX."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -73,6 +75,24 @@ def test_one_graph_for_torch_compile(name):
     model, inputs = made(name)  # what is traced is one graph for any backend; generating code takes minutes
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(scores(compiled(**inputs)), scores(model(**inputs)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def code_cache(tmp_path_factory):
+    "A folder for generated code, empty at first."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="code for the CPU needs a C++ compiler")
+@pytest.mark.parametrize("name", ["dsn", "perforated"])  # tens of seconds each
+@torch.no_grad()
+def test_code_that_torch_compile_generates(name, code_cache):
+    model, inputs = made(name)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(scores(compiled(**inputs)), scores(model(**inputs)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["dsn", "grown"])

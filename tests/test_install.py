@@ -110,3 +110,13 @@ def command(): optional("ray", "the engine ray")
 typer.run(clear_errors(command))""")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("dendritic-lab: the engine ray needs ray, of the extra cluster; run: pip install")
+
+
+def test_pips_log_says_how_long_each_package_took_to_fetch(tmp_path):
+    sys.path.insert(0, str(ROOT / "tests/benchmarks"))
+    import install
+    line = "2026-11-22T18:20:{},662 2 location(s) to search for versions of {}:\n".format
+    log = tmp_path / "pip.log"
+    found = "2026-11-22T18:20:01,000   Found link\n"
+    log.write_text(line("00", "six") + found + line("02", "A_b") + line("05", "last"))
+    assert install.downloads(log) == {"six": 2.0, "a-b": 3.0}

@@ -21,7 +21,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from dendritic_lab.lab.publish import MARKED, stage, update_readme, write_parts
 from dendritic_lab.lab.reference import code_of, plain_modules
-from dendritic_lab.lab.report import external_loads
+from dendritic_lab.lab.report import FORMULA, external_loads
 from dendritic_lab.lab.results import AGAIN
 
 pytestmark = pytest.mark.xdist_group("site")  # one worker: what its tests share is made once
@@ -63,7 +63,7 @@ recorder.conclude(f"Coins are right in {accuracy:.1f} % of all sentences.", figu
 
 def write_experiment(root: Path, name: str, *cells: str):
     "An experiment's notebook and profiles."
-    told = [new_markdown_cell(f"# {name.capitalize()}\n\n> Does it show?"),
+    told = [new_markdown_cell(f"# {name.capitalize()}\n\n> Does it show?\n\nAs $p_i = 0.8$, or\n\n$$p = \\sum_i p_i$$"),
             new_code_cell("seed: int = 0  # of the coins", metadata={"tags": ["parameters"]})]
     kernel = {"name": "python3", "display_name": "python3", "language": "python"}
     notebook = new_notebook(cells=[*told, *map(new_code_cell, cells)], metadata={"kernelspec": kernel})
@@ -243,6 +243,33 @@ def test_no_module_of_the_lab_knows_an_experiment(root):
     names = said_by_experiments(root)
     assert len(names) > 20 and len(modules) > 20
     assert {(p.name, word) for p in modules for word in words_of(p) & names} == set()
+
+
+class Prose(HTMLParser):
+    "The text of a page outside of code, and how many formulas are drawn on it."
+    def __init__(self, page: str):
+        super().__init__()
+        self.text, self.formulas, self.within = "", 0, []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.formulas += tag == "math"
+        if tag in ("pre", "code", "script", "style"): self.within.append(tag)
+
+    def handle_endtag(self, tag):
+        if self.within and tag == self.within[-1]: self.within.pop()
+
+    def handle_data(self, data):
+        if not self.within: self.text += data
+
+
+def test_formulas_are_drawn_without_a_network(site, checkout):
+    reports = list((checkout / "outputs/reference").glob("*/*/report.html"))
+    pages = {p: Prose(p.read_text(encoding="utf-8")) for p in [*site.rglob("*.html"), *reports]}
+    source = re.compile(FORMULA.pattern + r"|\\(?:frac|sum|odot|mathrm|text|begin)\b", re.DOTALL)
+    assert {p.name: found[0] for p, page in pages.items() if (found := source.search(page.text))} == {}
+    assert all(pages[p].formulas >= 2 for p in reports if p.parts[-3] == "shown")
+    assert pages[site / "docs/library/layers/dendritic_linear.html"].formulas > 5
 
 
 KEPT = {"metrics.json", "summary.json", "params.yaml", "environment.json", "report.html", "report.ipynb", "status"}

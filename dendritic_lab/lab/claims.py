@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPERATIONS', 'LEAST_PAIRS', 'TOLERANCE', 'ELSEWHERE', 'Rounded', 'last_digit', 'evaluate', 'agrees', 'load_claims',
            'check_count', 'compare', 'Evidence', 'evidence', 'Answer', 'is_inconsistent', 'answer', 'reference_runs',
-           'judge_metrics', 'judge_all', 'summary_line', 'claims_table']
+           'judge_metrics', 'judge_all', 'summary_line', 'claimed', 'claims_table']
 
 # %% ../../nbs/lab/02_claims.ipynb #d96e223b
 import ast
@@ -224,11 +224,17 @@ def summary_line(answers: list[Answer]) -> str:
     return (f"{count('reproduced')} of {direct} measured claims reproduced ({count('not reproduced')} not, "
             f"{count('undecided')} undecided), {count('confirmed')} of {counts} counts confirmed; the others: {rest}.")
 
+# %% ../../nbs/lab/02_claims.ipynb #a5d0c502
+def claimed(claim: dict) -> str:
+    "What a claim says, for people: 1,777,088,000 params, 88.7 %."
+    value, unit = claim["value"], claim["unit"]
+    return " ".join(filter(None, [value if isinstance(value, str) else f"{value:,}", unit * (unit != "text")]))
+
 # %% ../../nbs/lab/02_claims.ipynb #3ab8f1d6
 def claims_table(answers: list[Answer]):
     "Claims with what was found, as a pandas table."
     import pandas as pd
-    row = lambda a: {"claim": a.claim["id"], "claimed": f"{a.claim['value']} {a.claim['unit']}", "measured": a.measured,
+    row = lambda a: {"claim": a.claim["id"], "claimed": claimed(a.claim), "measured": a.measured,
                      "status": f"{a.status}: {a.detail}" if a.detail else a.status}
     columns = ["claim", "claimed", "measured", "status"]
     return pd.DataFrame([row(a) for a in answers], columns=columns).set_index("claim")

@@ -47,8 +47,9 @@ body { max-width: 76rem }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 1.25rem }
 section { border: 1px solid var(--line); border-radius: 6px; padding: 0 1.25rem .5rem; min-width: 0 }
 section h2 { border: 0; margin: 1rem 0 .5rem; padding: 0; font-size: 1.2rem }
-section img { display: block; width: 100%; height: 17rem; object-fit: contain; background: #fff; border-radius: 4px }
+section img { display: block; width: 100%; height: 22rem; object-fit: contain; background: none }
 @media (max-width: 40rem) { section img { height: auto } }
+@media (prefers-color-scheme: dark) { section img { filter: invert(.91) hue-rotate(180deg) } }
 """
 NEXT = (("dendritic-lab list", "the experiments that measure all this over seeds"),
         ("dendritic-lab run EXPERIMENT --profile quick", "one of them, in minutes"),

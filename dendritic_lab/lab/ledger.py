@@ -10,7 +10,7 @@ __all__ = ['COLUMNS', 'FILTER', 'RULES', 'text', 'evidence_line', 'terms', 'fold
 import html
 from pathlib import Path
 
-from .claims import Answer, Evidence, is_inconsistent, judge_all, summary_line
+from .claims import Answer, Evidence, claimed, is_inconsistent, judge_all, summary_line
 from .report import place
 
 # %% ../../nbs/lab/12_ledger.ipynb #b2405684
@@ -51,7 +51,7 @@ def claim_row(answer: Answer) -> str:
     "A claim as two rows of the table: the claim, and below it what is folded."
     claim, status = answer.claim, answer.status
     detail = f": {answer.detail}" if status == "measured elsewhere" else ""
-    cells = [f"<code>{text(claim['id'])}</code>", text(f"{claim['value']} {claim['unit']}"),
+    cells = [f"<code>{text(claim['id'])}</code>", text(claimed(claim)),
              f'<span class="status">{text(status + detail)}</span>', text(answer.measured)]
     row = "".join(f'<td data-label="{label}">{cell}</td>' for label, cell in zip(COLUMNS, cells, strict=True))
     key = f'data-system="{text(claim["system"])}" data-status="{text(status)}"'

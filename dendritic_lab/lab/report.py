@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from .claims import judge_metrics
+from .claims import claimed, judge_metrics
 from .metrics import MetricsError, measured, read_metrics
 from .record import html_table
 
@@ -60,6 +60,7 @@ img { max-width: 100%; height: auto }
 figure { margin: 1.25rem 0 }
 .picture { overflow-x: auto }
 pre, code { font: .85em/1.5 ui-monospace, monospace }
+math[display=block] { overflow-x: auto; overflow-y: hidden; max-width: 100%; padding: .25rem 0 }
 pre { background: var(--shade); padding: .75rem 1rem; overflow-x: auto; border-radius: 4px }
 pre.command { white-space: pre-wrap }
 details { margin: .25rem 0 1rem }
@@ -111,9 +112,11 @@ CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 
 
 def render_math(markdown: str) -> str:
-    "Markdown with `$...$` and `$$...$$` outside of code replaced by MathML."
+    "Markdown with `$...$` and `$$...$$` outside of code replaced by MathML, which a browser draws by itself."
     from latex2mathml.converter import convert
-    draw = lambda found: convert(found[1] or found[2], display="block" if found[1] else "inline")
+    known = lambda formula: formula.replace("{aligned}", "{align*}")  # the name that latex2mathml has for it
+    mathml = lambda found: convert(known(found[1] or found[2]), display="block" if found[1] else "inline")
+    draw = lambda found: re.sub(r'columnalign="(\w+)"', r'style="text-align:\1"', mathml(found))  # as browsers read it
     return "".join(part if i % 2 else FORMULA.sub(draw, part) for i, part in enumerate(CODE.split(markdown)))
 
 # %% ../../nbs/lab/04_report.ipynb #3c247045
@@ -142,7 +145,7 @@ def answered_claims(metrics: list[dict]) -> str:
     "The claims that a run's figures speak to, as HTML; empty where they speak to none."
     answers = judge_metrics(metrics)
     status = lambda a: f"{a.status}: {a.detail}" if a.detail else a.status
-    rows = [[a.claim["id"], f"{a.claim['value']} {a.claim['unit']}", a.measured, status(a)] for a in answers]
+    rows = [[a.claim["id"], claimed(a.claim), a.measured, status(a)] for a in answers]
     table = html_table(["claim", "claimed", "measured here", "status"], rows)
     counts = ", ".join(f"{n} {status}" for status, n in Counter(a.status for a in answers).most_common())
     title = f"{len(rows)} {'claim' if len(rows) == 1 else 'claims'}: {counts}"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AGAIN', 'systems', 'Result', 'newest_summary', 'results', 'system_title', 'results_table', 'own_table', 'picture',
-           'folded', 'section', 'claims_answered', 'main_result', 'schematic', 'card', 'cards']
+           'folded', 'verdict_line', 'section', 'claims_answered', 'main_result', 'schematic', 'card', 'cards']
 
 # %% ../../nbs/lab/11_results.ipynb #66508db7
 import json
@@ -115,13 +115,18 @@ def folded(title: str, text: str) -> str:
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>" if text else ""
 
 
+def verdict_line(result: Result) -> str:
+    "Verdict and headlines as a line of their own."
+    return "Verdict: " * bool(result.summary["verdict"]) + result.verdict
+
+
 def section(result: Result) -> str:
     "A result as a section for a page in docs/."
     parts = [f"### {result.experiment.title} {{#{result.name}}}", f"*{result.experiment.question}*"]
     if result.summary:
         s, run = result.summary, result.run
         link = f"[Report {run.name}](reports/{result.name}-{run.name}.html)"
-        parts += [s["sentence"], result.verdict, picture(result, "figures"), folded("Table", own_table(result)),
+        parts += [s["sentence"], verdict_line(result), picture(result, "figures"), folded("Table", own_table(result)),
                   f"Compared with: {s['compared_with']}" if s["compared_with"] else "",
                   f"Limits: {s['limits']}" if s["limits"] else "", f"{link}: {result.measured}."]
     else: parts.append(f"This is {AGAIN}: no run of record stands behind a figure yet.")
@@ -155,7 +160,7 @@ def card(title: str, system: str, result: Result | None, idea: str = "") -> str:
     if result:
         links = f"[Report](docs/reports/{result.name}-{result.run.name}.html) · {links}"
         image = re.sub(r"^!\[.*\]\(", "![](", picture(result, "docs/figures"))  # without its caption
-        parts = [image or idea, result.summary["sentence"], result.verdict]
+        parts = [image or idea, result.summary["sentence"], verdict_line(result)]
     return "\n\n".join(filter(None, [f"::: {{.finding}}\n### {title}", *parts, f"{links}\n:::"]))
 
 

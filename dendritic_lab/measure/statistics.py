@@ -35,7 +35,7 @@ class Interval:
 
     def __format__(self, spec: str) -> str:
         "`f'{interval:+.1f}'` gives `-0.3 [-1.2, +0.6]`; without a format, as many digits as the interval bears."
-        spec = spec or f".{self._decimals()}f"
+        spec = spec or f",.{self._decimals()}f"
         mean = format(self.mean, spec)
         return mean if self.low is None else f"{mean} [{self.low:{spec}}, {self.high:{spec}}]"
 

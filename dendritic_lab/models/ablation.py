@@ -24,17 +24,22 @@ class NormOverTime(GroupedNorm):
         return F.layer_norm(x, x.shape[2:], eps=self.eps) * self.weight.view(shape) + self.bias.view(shape)
 
 # %% ../../nbs/models/18_ablation.ipynb #1c0d9a08
-KINDS = {"a": "all parts", "b": "no branch feed-forward", "c": "no NMDA trace", "d": "plain heads, trace",
-         "e": "plain heads", "f": "GPT-2", "neox": "GPT-NeoX", "leak": "all parts, norm over time"}
+_family = {"a": "all parts", "b": "no branch feed-forward", "c": "no NMDA trace", "d": "plain heads, trace",
+           "e": "plain heads", "f": "GPT-2"}
+KINDS = _family | {"neox": "GPT-NeoX", "leak": "all parts, norm over time"} | {
+    f"repaired_{kind}": f"{parts}, repaired" for kind, parts in _family.items()}
 
 
 def ablation_model(
     kind: str,  # of `KINDS`
     seed: int = 0,  # of its weights
 ) -> PreTrainedModel:
-    "A member of the family, a GPT-NeoX as large as member a, or member a with a norm over time."
+    """A member of the family, in the document's frame or the repaired one; a GPT-NeoX as large as member a; or member a
+    with a norm over time."""
     torch.manual_seed(seed)
-    config = DendriticLMConfig.preset(f"ablation-{'a' if kind in ('leak', 'neox') else kind}")
+    of_a = {"leak": "ablation-a", "neox": "ablation-a"}
+    name = kind.replace("_", "-") if kind.startswith("repaired_") else f"ablation-{kind}"
+    config = DendriticLMConfig.preset(of_a.get(kind, name))
     if kind == "neox": return GPTNeoXForCausalLM(matched_gpt_neox(config))
     model = DendriticLMForCausalLM(config)
     if kind == "leak":

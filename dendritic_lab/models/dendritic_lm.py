@@ -86,7 +86,7 @@ class DendriticLMPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module):
-        "Normal with `initializer_range`; what writes into the residual stream is smaller, as in GPT-2."
+        "Normal with `initializer_range`; what writes into the residual stream and embeddings are smaller."
         std = self.config.initializer_range
         last = std / (2 * max(self.config.num_hidden_layers, 1)) ** 0.5
         if isinstance(module, (GroupedLinear, GroupedConvolution)):
@@ -99,9 +99,12 @@ class DendriticLMPreTrainedModel(PreTrainedModel):
             if module.weights is not None: init.zeros_(module.weights)
             for group in module.groups:
                 writers = (group.soma, group.soma_out) if module.in_residual else (group.projection,)
-                for writer in writers: init.normal_(writer.weight, std=last)
+                for writer in writers:
+                    if writer is not None: init.normal_(writer.weight, std=last)
+                if group.gain is not None: init.constant_(group.gain, 1 / sum(map(len, module.members)))
         elif isinstance(module, DendriticLMModel):
             if module.pass_weights is not None: init.zeros_(module.pass_weights)
+        elif isinstance(module, nn.Embedding): init.normal_(module.weight, std=min(std, 0.02))
         else: super()._init_weights(module)
 
 # %% ../../nbs/models/09_dendritic_lm.ipynb #6b2d4687

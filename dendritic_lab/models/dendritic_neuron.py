@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DOCUMENT', 'REPAIRED', 'PRESETS', 'Memory', 'NOTHING', 'cortical_layout', 'neuron_sizes', 'feedback_pairs',
-           'DendriticLMConfig', 'attention_mask', 'Neurons', 'rotations', 'DendriticLayer']
+           'DendriticLMConfig', 'attention_mask', 'swiglu', 'Neurons', 'rotations', 'DendriticLayer']
 
 # %% ../../nbs/models/08_dendritic_neuron.ipynb #c694ca1f
 from ..layers.grouped import GroupedConvolution, GroupedLinear, GroupedNorm, check_sizes
@@ -75,21 +75,22 @@ class DendriticLMConfig(PreTrainedConfig):
         branches: list[list[int]] | None = None,  # for each layer, the branches of each neuron; None: cortical layout
         branch_size: list[list[int]] | None = None,  # width of each neuron's branches; None: hidden_size / branches
         soma_size: list[list[int]] | None = None,  # hidden units of each soma; None: soma_expansion * hidden_size
-        soma_expansion: int = 4,
+        soma_expansion: int = 3,
         branch_expansion: int = 0,  # hidden units of a branch's feed-forward over its width; 0: none
         kernel_size: int = 0,  # positions that a branch's convolution sees; 0: none
         input_kernel_size: int = 4,  # positions that the convolution of a layer's input sees; 0: none
         nmda_trace: bool = False,
-        branch_norm: bool = True,
+        branch_norm: bool = False,
         positions: str = "rotary",  # "rotary": branches turn queries and keys; "learned": a table, added to embeddings
+        soma_activation: str = "swiglu",  # of a soma's feed-forward: "gelu", or "swiglu", gated and without biases
         soma_reads_stream: bool = True,  # a neuron outside of the residual stream adds its input to its branches' sum
-        mixing: str = "softmax",  # of neurons: "softmax" (learned weights), "projection" (P_i alone) or "residual"
+        mixing: str = "sum",  # of neurons: "sum" (learned gains), "softmax" (before P_i), "projection" or "residual"
         qkv_bias: bool = False,
         soma_bias: bool = False,
         head_bias: bool = False,
         num_passes: int = 1,  # 2: the last layers' outputs feed back into the first ones
         feedback: list[list[int]] | None = None,  # [from, to] layers of the second pass; None: see `feedback_pairs`
-        initializer_range: float = 0.02,
+        initializer_range: float | None = None,  # None: 1 / sqrt(hidden_size)
         layer_norm_eps: float = 1e-5,
         tie_word_embeddings: bool = False,
         bos_token_id: int | None = None,
@@ -107,8 +108,10 @@ class DendriticLMConfig(PreTrainedConfig):
             raise ValueError(f"branches must have a list for each of {num_hidden_layers} layers, got {len(branches)}")
         if positions not in ("learned", "rotary"):
             raise ValueError(f"positions must be 'learned' or 'rotary', got {positions!r}")
-        if mixing not in ("softmax", "projection", "residual"):
-            raise ValueError(f"mixing must be 'softmax', 'projection' or 'residual', got {mixing!r}")
+        if soma_activation not in ("gelu", "swiglu"):
+            raise ValueError(f"soma_activation must be 'gelu' or 'swiglu', got {soma_activation!r}")
+        if mixing not in ("sum", "softmax", "projection", "residual"):
+            raise ValueError(f"mixing must be 'sum', 'softmax', 'projection' or 'residual', got {mixing!r}")
         if mixing == "residual" and any(len(layer) > 1 for layer in branches):
             raise ValueError("mixing 'residual' is for layers of one neuron")
         if num_passes not in (1, 2): raise ValueError(f"num_passes must be 1 or 2, got {num_passes!r}")
@@ -121,12 +124,13 @@ class DendriticLMConfig(PreTrainedConfig):
             raise ValueError(f"rotary positions need an even branch_size, got {odd[0]}: choose other branches")
         self.soma_expansion, self.branch_expansion = soma_expansion, branch_expansion
         self.kernel_size, self.input_kernel_size = kernel_size, input_kernel_size
-        self.positions, self.soma_reads_stream = positions, soma_reads_stream
+        self.positions, self.soma_activation, self.soma_reads_stream = positions, soma_activation, soma_reads_stream
         self.nmda_trace, self.branch_norm, self.mixing = nmda_trace, branch_norm, mixing
         self.qkv_bias, self.soma_bias, self.head_bias = qkv_bias, soma_bias, head_bias
         self.num_passes = num_passes
         self.feedback = feedback_pairs(num_hidden_layers, feedback) if num_passes == 2 else None
-        self.initializer_range, self.layer_norm_eps = initializer_range, layer_norm_eps
+        self.initializer_range = hidden_size ** -0.5 if initializer_range is None else initializer_range
+        self.layer_norm_eps = layer_norm_eps
         self.use_cache = use_cache
         super().__init__(tie_word_embeddings=tie_word_embeddings, bos_token_id=bos_token_id, eos_token_id=eos_token_id,
                          pad_token_id=pad_token_id, **kwargs)
@@ -144,15 +148,17 @@ class DendriticLMConfig(PreTrainedConfig):
         return super().from_dict({**before, **config_dict}, **kwargs)
 
 
-_BEFORE_REPAIR = dict(positions="learned", soma_reads_stream=False, input_kernel_size=0)
+_BEFORE_REPAIR = dict(positions="learned", soma_activation="gelu", soma_reads_stream=False, input_kernel_size=0)
 
 # %% ../../nbs/models/08_dendritic_neuron.ipynb #1c0d5a12
-DOCUMENT = _BEFORE_REPAIR | dict(soma_expansion=3, branch_expansion=2, kernel_size=5, nmda_trace=True)
-REPAIRED = dict(positions="rotary", soma_reads_stream=True, input_kernel_size=4)
+DOCUMENT = _BEFORE_REPAIR | dict(
+    mixing="softmax", branch_norm=True, soma_expansion=3, branch_expansion=2, kernel_size=5, nmda_trace=True,
+    initializer_range=0.02)
+REPAIRED = dict(positions="rotary", soma_reads_stream=True, input_kernel_size=4, initializer_range=None)
 _plain_heads = _BEFORE_REPAIR | dict(
     vocab_size=91, hidden_size=128, num_hidden_layers=4, max_position_embeddings=128, branches=[[4]] * 4,
     soma_expansion=4, kernel_size=0, branch_expansion=0, nmda_trace=False, branch_norm=False, mixing="residual",
-    soma_bias=True, head_bias=True, tie_word_embeddings=True)
+    soma_bias=True, head_bias=True, tie_word_embeddings=True, initializer_range=0.02)
 _family = {
     "a": dict(nmda_trace=True, branch_norm=True, branch_expansion=2),  # all parts
     "b": dict(nmda_trace=True, branch_norm=True),  # no feed-forward in the branches
@@ -189,6 +195,14 @@ def attention_mask(
     causal = (key <= query)[None, None]
     return causal if padding is None else (causal & padding[:, None, None]) | (key == query)[None, None]
 
+# %% ../../nbs/models/08_dendritic_neuron.ipynb #9349502d
+def swiglu(
+    x: Tensor,  # (..., 2 * size), gates, then values
+) -> Tensor:  # (..., size)
+    "A gated unit: silu(gate) * value. Source: Shazeer 2020, arXiv:2002.05202, without its linear maps."
+    gate, value = x.chunk(2, -1)
+    return F.silu(gate) * value
+
 # %% ../../nbs/models/08_dendritic_neuron.ipynb #6aec47d2
 class Neurons(nn.Module):
     """`count` neurons of one shape on the same input: `(batch, time, hidden_size)` to `(count, batch * time,
@@ -210,8 +224,12 @@ class Neurons(nn.Module):
         self.branch_norm = GroupedNorm(heads, branch_size, eps) if config.branch_norm else None
         self.soma = GroupedLinear(count, branches * branch_size, dim, bias=config.soma_bias)
         self.soma_norm = GroupedNorm(count, dim, eps)
-        self.soma_in, self.soma_out = GroupedLinear(count, dim, soma_size), GroupedLinear(count, soma_size, dim)
-        self.projection = None if self.in_residual else GroupedLinear(count, dim, dim, bias=False)  # P_i
+        self.gated = config.soma_activation == "swiglu"
+        self.soma_in = GroupedLinear(count, dim, (1 + self.gated) * soma_size, bias=not self.gated)
+        self.soma_out = GroupedLinear(count, soma_size, dim, bias=not self.gated)
+        projected = config.mixing in ("softmax", "projection")
+        self.projection = GroupedLinear(count, dim, dim, bias=False) if projected else None  # P_i
+        self.gain = nn.Parameter(torch.ones(count)) if config.mixing == "sum" else None
 
     def attend(self, h, memory: Memory, tokens, mask, turn) -> tuple[Tensor, tuple]:
         "Attention in all branches: (heads, batch, time, branch_size), and keys, values and trace."
@@ -250,8 +268,9 @@ class Neurons(nn.Module):
         s = self.soma(z.transpose(1, 2).reshape(self.count, batch * time, -1))  # (count, batch * time, dim)
         if self.in_residual: s = s + x.reshape(1, batch * time, dim)
         if self.reads_stream: s = s + h.reshape(1, batch * time, dim)
-        s = s + self.soma_out(F.gelu(self.soma_in(self.soma_norm(s))))
-        return s, (k, v, past, trace)
+        hidden = self.soma_in(self.soma_norm(s))  # (count, batch * time, soma_size), or twice as many where gated
+        s = s + self.soma_out(swiglu(hidden) if self.gated else F.gelu(hidden))
+        return s if self.gain is None else s * self.gain.view(-1, 1, 1), (k, v, past, trace)
 
     def parts(self) -> dict[str, dict[str, int]]:
         "For each parameter its dimensions by name, in order: what taking neurons, branches or soma units out needs."
@@ -268,9 +287,10 @@ class Neurons(nn.Module):
             "branch_norm.weight": each | {"out": c}, "branch_norm.bias": each | {"out": c},
             "soma.weight": neuron | {"out": d} | branch | {"in": c}, "soma.bias": neuron | {"out": d},
             "soma_norm.weight": neuron | {"out": d}, "soma_norm.bias": neuron | {"out": d},
-            "soma_in.weight": neuron | soma | {"in": d}, "soma_in.bias": neuron | soma,
+            "soma_in.weight": neuron | ({"gate or value": 2} if self.gated else {}) | soma | {"in": d},
+            "soma_in.bias": neuron | soma,
             "soma_out.weight": neuron | {"out": d} | soma, "soma_out.bias": neuron | {"out": d},
-            "projection.weight": neuron | {"out": d, "in": d}}
+            "projection.weight": neuron | {"out": d, "in": d}, "gain": neuron}
         return {name: dims[name] for name, _ in self.named_parameters()}
 
 # %% ../../nbs/models/08_dendritic_neuron.ipynb #622e5c60
@@ -284,8 +304,8 @@ def rotations(
 
 # %% ../../nbs/models/08_dendritic_neuron.ipynb #e584ab25
 class DendriticLayer(GradientCheckpointingLayer):
-    """`x + sum_i softmax(w)_i P_i(neuron_i(Conv(LN(x))))`, neurons of one shape together: `members` says which a group
-    has. A layer without neurons returns `x`."""
+    """`x + sum_i neuron_i(Conv(LN(x)))`, in the document's form `x + sum_i softmax(w)_i P_i(neuron_i(LN(x)))`, neurons
+    of one shape together: `members` says which a group has. A layer without neurons returns `x`."""
     def __init__(self, config: DendriticLMConfig, index: int):
         super().__init__()
         shapes = list(zip(config.branches[index], config.branch_size[index], config.soma_size[index]))
@@ -317,6 +337,9 @@ class DendriticLayer(GradientCheckpointingLayer):
             s, memory = group(h, x, memory, tokens, mask, turns.get(group.branch_size))
             after.append(memory)
             if self.in_residual: return s.view(x.shape), (memory, *own)
+            if group.projection is None:
+                flat = flat + s.sum(0)
+                continue
             project = group.projection.weight.transpose(1, 2)  # (neurons, in, out)
             if self.weights is not None: project = project * self.weights.softmax(0)[members].view(-1, 1, 1)
             flat = torch.addbmm(flat, s, project)
