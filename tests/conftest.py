@@ -62,7 +62,7 @@ def make_checkout(tmp_path):
 @pytest.fixture
 def lab():
     "Run the command line in a folder; returns the finished process."
-    def run(folder: Path, *words: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
+    def run(folder: Path, *words: str, timeout: float = 600, **environment: str) -> subprocess.CompletedProcess:
         modules = ("dendritic_lab.cli", "dendritic_lab.lab.runs", "dendritic_lab.lab.experiments")
         ours = ",".join(f"error:::{module}" for module in modules)
         variables = {k: v for k, v in os.environ.items() if k != "DENDRITIC_LAB_DATA"}

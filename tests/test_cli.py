@@ -60,6 +60,6 @@ def test_data_that_cannot_be_had_fail_the_run(lab, root, tmp_path):
 
 def test_claims_begin_with_the_ledger_in_one_sentence_and_can_be_filtered(ask, root):
     done = ask(root, "claims", "--system", "dsn", "--status", "inconsistent")
-    assert done.exit_code == 0 and "measured claims reproduced" in done.stdout.splitlines()[0], done.stderr
+    assert done.exit_code == 0 and "inconsistent in themselves" in done.stdout.splitlines()[0], done.stderr
     assert "dsn.encoder_layers_of_base" in done.stdout and "dsn.accuracy" not in done.stdout
     assert "perforated.overall_sparsity" not in done.stdout

@@ -61,7 +61,7 @@ def test_demo_that_is_interrupted_goes_on_where_it_was(demo, lab):
         while not finished() and started.poll() is None and time.monotonic() < end: time.sleep(0.1)
         assert finished(), "the first experiment was not finished in time"
         os.killpg(started.pid, signal.SIGINT)  # as Ctrl-C in a terminal
-        said, _ = started.communicate(timeout=120)
+        said, _ = started.communicate(timeout=600)
     finally:
         if started.poll() is None: os.killpg(started.pid, signal.SIGKILL)
     assert started.returncode == 130 and "interrupted; go on with: dendritic-lab demo" in said, said

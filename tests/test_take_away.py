@@ -4,8 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from dendritic_lab.data.sources import CHECKPOINTS, own_checkpoints
+from dendritic_lab.data.sources import CHECKPOINTS, checkpoint_path, own_checkpoints
 from dendritic_lab.models.dsn import DSNForSequenceClassification
 
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline  # after dendritic_lab: torchvision
@@ -86,3 +87,12 @@ def test_embedded_models_are_small_and_have_cards(name):
     assert {"README.md", "config.json", "model.safetensors"} <= files.keys()
     assert sum(p.stat().st_size for p in files.values()) < 3e6
     assert "## Limits" in files["README.md"].read_text() and "dendritic-lab run" in files["README.md"].read_text()
+
+
+def test_the_embedded_dsn_works_offline_by_its_name():
+    model = DSNForSequenceClassification.from_pretrained("dsn-sst2").eval()
+    texts = ["a wonderful, moving film", "a dull and pointless mess"]
+    with torch.no_grad(): logits = model(**model.tokenizer(texts, padding=True, return_tensors="pt")).logits
+    assert logits.argmax(-1).tolist() == [1, 0]
+    classify = pipeline("text-classification", checkpoint_path("dsn-sst2"))
+    assert [said["label"] for said in classify(texts)] == ["positive", "negative"]
