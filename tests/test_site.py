@@ -351,7 +351,8 @@ def test_pages_have_no_serious_accessibility_violation(serve, site, browser, mod
         page.goto(f"{serve}/{path}")
         page.evaluate(axe)
         found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-        serious = [(v["id"], v["nodes"][0]["html"][:200], v["nodes"][0]["failureSummary"]) for v in found if v["impact"] in ("serious", "critical")]
+        serious = [(v["id"], v["nodes"][0]["html"][:200], v["nodes"][0]["failureSummary"])
+                   for v in found if v["impact"] in ("serious", "critical")]
         assert serious == [], path
 
 
