@@ -6,7 +6,7 @@
 __all__ = ['ARMS', 'SIDE', 'new_arm', 'Parts', 'fit_blocks', 'share_jobs', 'Recipe', 'Trained', 'text_folder', 'choose',
            'train_arms', 'training_step', 'train_longer']
 
-# %% ../../nbs/training/13_language_models.ipynb #11df7282
+# %% ../../nbs/training/13_language_models.ipynb #2d312f19
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -21,12 +21,14 @@ from transformers import GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from ..data.mixtures import Mixture
 from ..evaluate.token_losses import token_loss
-from ..models.control import ConvolutionalLlamaForCausalLM, matched_gpt_neox, matched_llama
+from ..models.control import (
+    ConvolutionalGPTNeoXForCausalLM, ConvolutionalLlamaForCausalLM, matched_gpt_neox, matched_llama)
 from ..models.dendritic_lm import DendriticLMConfig, DendriticLMForCausalLM
 from .loop import fit
 
-# %% ../../nbs/training/13_language_models.ipynb #3d1610f1
-ARMS = {"dendritic": "dendritic", "neox": "GPT-NeoX", "llama": "Llama", "convolutions": "Llama with convolutions",
+# %% ../../nbs/training/13_language_models.ipynb #ea935af6
+ARMS = {"dendritic": "dendritic", "neox": "GPT-NeoX", "neox_convolutions": "GPT-NeoX with convolutions",
+        "llama": "Llama", "llama_convolutions": "Llama with convolutions",
         "two_passes": "dendritic, two passes, half of the tokens", "trace": "dendritic with traces"}
 SIDE = {"two_passes": dict(num_passes=2), "trace": dict(nmda_trace=True)}  # what they change
 
@@ -43,8 +45,11 @@ def new_arm(
     match arm:
         case "dendritic": return DendriticLMForCausalLM(config)
         case "neox": kind, control = GPTNeoXForCausalLM, matched_gpt_neox(config)
+        case "neox_convolutions":
+            kind, control = ConvolutionalGPTNeoXForCausalLM, matched_gpt_neox(config, convolutions=True)
         case "llama": kind, control = LlamaForCausalLM, matched_llama(config)
-        case "convolutions": kind, control = ConvolutionalLlamaForCausalLM, matched_llama(config, convolutions=True)
+        case "llama_convolutions":
+            kind, control = ConvolutionalLlamaForCausalLM, matched_llama(config, convolutions=True)
         case _: raise ValueError(f"arms must be of {', '.join(ARMS)}, got {arm!r}")
     if not wide: return kind(control)
     control.initializer_range = config.initializer_range
@@ -52,7 +57,7 @@ def new_arm(
     nn.init.normal_(model.get_input_embeddings().weight, std=min(config.initializer_range, 0.02))
     return model
 
-# %% ../../nbs/training/13_language_models.ipynb #57b48dda
+# %% ../../nbs/training/13_language_models.ipynb #abcec956
 class Parts(Dataset):
     "Blocks in several parts of one size: as a data set it has those of the part that `at` numbers."
     def __init__(self, blocks: Tensor, parts: int, batch_size: int):  # blocks (blocks, length); the rest is left out
@@ -72,6 +77,7 @@ def fit_blocks(
     lr: float,  # the highest
     parts: int,  # with a validation loss and a checkpoint after each
     batch_size: int,
+    precision: str = "no",  # of `fit`: "bf16" takes half of the time on processors that multiply it
     seed: int = 0,
     checkpoint: Path | None = None,  # folder to resume from
     description: str = "training",
@@ -81,7 +87,7 @@ def fit_blocks(
     done = fit(
         model, DataLoader(data, batch_size), epochs=parts, lr=lr, weight_decay=0.1, schedule="cosine", warmup=0.1,
         before_epoch=lambda _, part: setattr(data, "at", part), evaluate=lambda m: {"loss": token_loss(m, held_out)},
-        monitor="loss", maximize=False, seed=seed, checkpoint=checkpoint, description=description)
+        monitor="loss", maximize=False, precision=precision, seed=seed, checkpoint=checkpoint, description=description)
     return [row | {"tokens": row["epoch"] * data.blocks[0].numel()} for row in done.history]
 
 # %% ../../nbs/training/13_language_models.ipynb #a354c599
@@ -102,7 +108,7 @@ def share_jobs(
         if len(done) == before: time.sleep(5)  # all that is left is being done
     return {name: done[name] for name in jobs}
 
-# %% ../../nbs/training/13_language_models.ipynb #e3cc627f
+# %% ../../nbs/training/13_language_models.ipynb #33c3903a
 @dataclass(frozen=True)
 class Recipe:
     "How all arms are trained."
@@ -110,6 +116,7 @@ class Recipe:
     parts: int = 8  # of the pass: curve's points and checkpoints
     rates: Sequence[float] = (2e-3, 4e-3, 8e-3)  # to choose from
     share: float = 0.1  # of the blocks, for choosing
+    precision: str = "no"  # of `fit`
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ def choose(
 
     def job(arm, lr, wide):
         return lambda path: fit_blocks(new_arm(arm, config, wide=wide), few, validation, lr=lr, parts=1,
-                                       batch_size=recipe.batch_size, checkpoint=path,
+                                       batch_size=recipe.batch_size, precision=recipe.precision, checkpoint=path,
                                        description=f"{arm}{', wide' * wide}, rate {lr:g}")
 
     name = lambda arm, lr, wide: f"rate-{arm}-{lr:g}{'-wide' * wide}"
@@ -168,7 +175,8 @@ def train_arms(
         def work(path):
             model = new_arm(arm, config, seed, wide)
             history = fit_blocks(model, blocks, validation, lr=lr, parts=recipe.parts,
-                                 batch_size=recipe.batch_size, checkpoint=path, description=f"{arm}, seed {seed}")
+                                 batch_size=recipe.batch_size, precision=recipe.precision, checkpoint=path,
+                                 description=f"{arm}, seed {seed}")
             return Trained(model, history, lr, wide)
         return work
 
@@ -176,29 +184,36 @@ def train_arms(
     found = share_jobs({f"{arm}-{seed}": job(arm, seed) for arm, seed in wanted}, folder)
     return {arm: [found[f"{a}-{s}"] for a, s in wanted if a == arm] for arm in arms}, tried
 
-# %% ../../nbs/training/13_language_models.ipynb #02668912
-def training_step(model: PreTrainedModel, rows: Tensor) -> Callable[[], None]:  # (batch, length) int64
+# %% ../../nbs/training/13_language_models.ipynb #6e8a3278
+def training_step(
+    model: PreTrainedModel,
+    rows: Tensor,  # (batch, length) int64
+    precision: str = "no",  # or "bf16"
+) -> Callable[[], None]:
     "A function that runs a model forward and backward, for `compare_latency`."
     model.train()
     def step():
         model.zero_grad()
-        model(rows, labels=rows).loss.backward()
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(rows, labels=rows).loss
+        loss.backward()
     return step
 
-# %% ../../nbs/training/13_language_models.ipynb #15cf1f79
+# %% ../../nbs/training/13_language_models.ipynb #2d694942
 def train_longer(
     trained: Mapping[str, Sequence[Trained]],
     train: Mixture,  # of longer blocks
     validation: Mixture,
     batch_size: int,
     folder: Path | None = None,  # of checkpoints
+    precision: str = "no",  # of `fit`
 ) -> dict[str, list[PreTrainedModel]]:
     "Copies of trained models after some more steps on longer blocks."
     def job(one, name):
         def work(path):
             model = deepcopy(one.model)
-            fit_blocks(model, train, validation, lr=one.lr / 4, parts=1, batch_size=batch_size, checkpoint=path,
-                       description=name)
+            fit_blocks(model, train, validation, lr=one.lr / 4, parts=1, batch_size=batch_size, precision=precision,
+                       checkpoint=path, description=name)
             return model
         return work
 
