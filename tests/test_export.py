@@ -86,7 +86,7 @@ def code_cache(tmp_path_factory):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="code for the CPU needs a C++ compiler")
-@pytest.mark.parametrize("name", ["dsn", "perforated"])  # tens of seconds each
+@pytest.mark.parametrize("name", ["dsn", "perforated", "dendritic lm", "liquid vit", "grown"])  # tens of seconds each
 @torch.no_grad()
 def test_code_that_torch_compile_generates(name, code_cache):
     model, inputs = made(name)
