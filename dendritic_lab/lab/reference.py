@@ -126,7 +126,8 @@ def fields(node: ast.ClassDef, said: dict[int, str]) -> list[Argument]:
 def method_table(node: ast.ClassDef) -> str:
     "A Markdown table of the public methods that have a docstring; empty where none has."
     public = [f for f in node.body if isinstance(f, ast.FunctionDef) and not f.name.startswith("_") and docstring(f)]
-    line = lambda f: table_code(re.sub(r"\s+", " ", signature(f.name, f)))
+    words = lambda f: re.sub(r"\s+", " ", signature(f.name, f))
+    line = lambda f: table_code(words(f).replace("( ", "(").replace(", )", ")"))
     rows = [f"| {line(f)} | {table_cell(docstring(f).partition(chr(10) * 2)[0])} |" for f in public]
     return "\n".join(["| method | what it does |", "|---|---|", *rows]) if rows else ""
 

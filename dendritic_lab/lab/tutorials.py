@@ -20,7 +20,7 @@ from .runs import RunFailed, execute_checked
 
 # %% ../../nbs/lab/11_tutorials.ipynb #597a0ee6
 CACHE = ".tutorials"
-LATER = {"lab", "fleet", "cli"}
+LATER = {"lab", "fleet", "cli", "_modidx.py"}
 
 
 def executed_copy(tutorial: Path, root: Path) -> Path:
@@ -80,7 +80,7 @@ def stage_tutorials(root: Path, docs: Path, say: Callable[[str], None] = print):
         copy, note, machine = executed_copy(tutorial, root), "", ""
         try:
             if not copy.exists():
-                say(f"running tutorial {number} of {len(found)}, {tutorial.stem}; the next build takes it from {CACHE}")
+                say(f"running tutorial {number} of {len(found)} for its page, and for the next build: {tutorial.stem}")
                 run_tutorial(tutorial, root)
             machine = nbformat.read(copy, as_version=4).metadata.get("machine", "")
         except RunFailed as e:
