@@ -40,7 +40,7 @@ test: install  ## ruff, every notebook, every test, and a build of the site
 lab: .venv/.installed-lab  ## open JupyterLab on its launcher notebook
 	$(BIN)/jupyter lab --notebook-dir=nbs nbs/launcher.ipynb
 
-docs: .venv/.installed-docs  ## build the site into _site, with quarto or else smalldocs
+docs: .venv/.installed-docs  ## build the site into _site, with quarto or else smalldocs; the first time runs the tutorials
 	@if command -v quarto >/dev/null; then echo "building with quarto"; quarto render; \
 	else echo "building with smalldocs (quarto is not on the PATH)"; $(BIN)/smalldocs render; fi
 
@@ -58,4 +58,4 @@ export: install  ## clean the notebooks and write the library from them
 	$(BIN)/nbdev_export
 
 clean:  ## remove .venv, the built site and caches; runs under outputs/ stay
-	rm -rf .venv _site docs .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv _site docs .tutorials .pytest_cache .ruff_cache *.egg-info

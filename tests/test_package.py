@@ -1,9 +1,12 @@
 """What importing the package promises, and layers and data under hypothesis and hostile files."""
 
+import re
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from multiprocessing import get_context
 
 import pytest
@@ -28,6 +31,14 @@ def test_vision_and_bert_import_after_the_package(code):
 def test_importing_the_package_imports_no_torch():
     code = "import sys, dendritic_lab; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_entry_point_leads_somewhere(root):
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    points = [EntryPoint(name, value, group) for group, found in groups.items() for name, value in found.items()]
+    assert re.fullmatch(r"\w+", *project["entry-points"]["nbconvert.exporters"])  # what Jupyter's address takes
+    assert len(points) >= 4 and all(point.load() is not None for point in points)
 
 
 @settings(deadline=None, max_examples=60, print_blob=True)

@@ -42,7 +42,7 @@ display(HTML('<img src=\"https://a.example/x.png\">'))
 @RECORD@"""
 WRITE = "import os, pathlib; pathlib.Path(os.environ['DENDRITIC_LAB_RUN'], 'metrics.json').write_text('{}')"
 FAILURES = {
-    "a picture from elsewhere": ([PICTURE], "the report would load from elsewhere", None),
+    "a picture from elsewhere": ([PICTURE], "the page would load from elsewhere", None),
     "raises": (["1 / 0"], "ZeroDivisionError: division by zero", 3),
     "leaves early": (["import sys; sys.exit(0)", "times"], "SystemExit: 0", 3),
     "kernel dies": (["import os; os._exit(1)"], "the kernel died", 3),

@@ -20,9 +20,10 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from dendritic_lab.lab.publish import MARKED, stage, update_readme, write_parts
-from dendritic_lab.lab.reference import code_of, plain_modules
+from dendritic_lab.lab.reference import code_of, notebooks, plain_modules
 from dendritic_lab.lab.report import FORMULA, external_loads
 from dendritic_lab.lab.results import AGAIN
+from dendritic_lab.lab.tutorials import executed_copy
 
 pytestmark = pytest.mark.xdist_group("site")  # one worker: what its tests share is made once
 
@@ -79,6 +80,13 @@ def add_reference(root: Path, name: str) -> Path:
     return shutil.copytree(run, root / "outputs/reference" / name / run.name)
 
 
+def count_as_run(tutorial: Path, root: Path):
+    "Give a tutorial an executed copy without outputs. test_notebooks.py runs it; the site runs only its first."
+    copy = executed_copy(tutorial, root)
+    copy.parent.mkdir(parents=True)
+    shutil.copy(tutorial, copy)
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
     "A copy of what the site is made of, with one experiment and its run of record more."
@@ -90,6 +98,7 @@ def checkout(tmp_path_factory) -> Path:
     (copy / "_quarto.yml").write_text(told.replace(".venv/bin", str(Path(sys.executable).parent)))
     write_experiment(copy, "shown", *SHOWN)
     add_reference(copy, "shown")
+    for tutorial in notebooks(copy, "tutorials")[1:]: count_as_run(tutorial, copy)
     return copy
 
 
@@ -211,6 +220,13 @@ def test_a_report_shows_each_figure_once_with_a_text(checkout):
 def test_a_report_has_numbers_for_people(checkout):
     report = next((checkout / "outputs/reference/shown").glob("*/report.html")).read_text()
     assert '<td class="number">59,376</td><td class="number">0.512</td>' in report
+
+
+def test_a_tutorial_shows_what_it_did_and_nothing_of_the_machine_but_its_name(site, checkout):
+    page = (site / "docs/tutorials/dsn.html").read_text(encoding="utf-8")
+    assert re.search(r"\d \[\d+\.\d, \d+\.\d\] % of 300 test sentences right", page) and "dataframe" in page
+    unwanted = ("it/s", "Loading weights", "Warning", str(ROOT), str(checkout), sys.prefix)
+    assert [words for words in unwanted if words in page] == [] and "one run on" in page
 
 
 def test_the_sidebar_is_in_reading_order(site, root):

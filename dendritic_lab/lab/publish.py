@@ -19,6 +19,7 @@ from .reference import (
 from .report import render_math, write_html
 from .results import (
     AGAIN, Result, cards, own_table, results, results_table, section, system_title, systems)
+from .tutorials import stage_tutorials
 
 # %% ../../nbs/lab/13_publish.ipynb #6096be92
 def usage(result: Result, pages: dict[str, str]) -> str:  # pages: what `module_pages` found
@@ -102,6 +103,7 @@ def stage(root: Path | None = None) -> Path:
     docs.mkdir()
     write = lambda name, text: (docs / name).write_text(text, encoding="utf-8")
     stage_notebooks(root, docs)
+    stage_tutorials(root, docs)
     stage_modules(root, docs)
     stage_runs(root, docs)
     write("claims.qmd", claims_page(root))

@@ -8,7 +8,7 @@ __all__ = ['DEMO', 'PLAIN', 'comments', 'parameters', 'Argument', 'header', 'arg
            'describe_class', 'describe', 'only_imports', 'plain', 'has_figure', 'exported_cell', 'code_cell',
            'page_links', 'page_cells', 'notebooks', 'page_of', 'title_and_line', 'code_of', 'imported_modules',
            'module_of', 'system_of', 'experiments_of_record', 'module_pages', 'users_of', 'write_page',
-           'library_footer', 'tutorial_footer', 'plain_modules', 'module_page', 'stage_notebooks', 'stage_modules']
+           'library_footer', 'plain_modules', 'module_page', 'stage_notebooks', 'stage_modules']
 
 # %% ../../nbs/lab/10_reference.ipynb #551e3952
 import ast
@@ -126,7 +126,8 @@ def fields(node: ast.ClassDef, said: dict[int, str]) -> list[Argument]:
 def method_table(node: ast.ClassDef) -> str:
     "A Markdown table of the public methods that have a docstring; empty where none has."
     public = [f for f in node.body if isinstance(f, ast.FunctionDef) and not f.name.startswith("_") and docstring(f)]
-    line = lambda f: table_code(re.sub(r"\s+", " ", signature(f.name, f)))
+    words = lambda f: re.sub(r"\s+", " ", signature(f.name, f))
+    line = lambda f: table_code(words(f).replace("( ", "(").replace(", )", ")"))
     rows = [f"| {line(f)} | {table_cell(docstring(f).partition(chr(10) * 2)[0])} |" for f in public]
     return "\n".join(["| method | what it does |", "|---|---|", *rows]) if rows else ""
 
@@ -183,7 +184,7 @@ def code_cell(cell: dict, prose: str) -> list[dict]:
     source = re.sub(r"^#\|.*\n?", "", source, flags=re.MULTILINE)
     if any(d.startswith(("hide", "default_exp")) for d in directives) or not source.strip(): return []
     if "export" in directives: return exported_cell(cell, source)
-    options = [f"#| fig-cap: {json.dumps(prose)}", f"#| fig-alt: {json.dumps(prose)}"] if has_figure(cell) else []
+    options = [f"#| fig-alt: {json.dumps(prose)}"] if has_figure(cell) else []
     return [{**cell, "source": "\n".join([*options, source])}]
 
 
@@ -274,7 +275,7 @@ def users_of(root: Path) -> dict[str, list[tuple[str, str]]]:
     return users
 
 # %% ../../nbs/lab/10_reference.ipynb #3a6b8456
-def write_page(source: Path, target: Path, footer: str = ""):
+def write_page(source: Path, target: Path, footer: str = "", note: str = ""):  # note: stands above all else
     "Write a notebook's page."
     notebook = json.loads(source.read_text(encoding="utf-8"))
     title, line = title_and_line(source)
@@ -283,7 +284,8 @@ def write_page(source: Path, target: Path, footer: str = ""):
     order = f"\norder: {int(place[0]) + 1}" if place else ""
     front = text("front", "raw", f"---\ntitle: {json.dumps(title)}\nsubtitle: {json.dumps(line)}{order}\n---")
     rest = re.sub(r"\A# .+\n+> .+\n*", "", "".join(notebook["cells"][0]["source"]))
-    cells = [*([text("lead", "markdown", rest)] if rest else []), *notebook["cells"][1:]]
+    above = [text(name, "markdown", said) for name, said in (("note", note), ("lead", rest)) if said]
+    cells = [*above, *notebook["cells"][1:]]
     cells += [text("footer", "markdown", footer)] if footer else []
     notebook["cells"] = [front, *page_cells(cells)]
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -296,13 +298,6 @@ def library_footer(notebook: Path, root: Path, users: dict) -> str:  # users: wh
     used = ", ".join(f"[{title}]({up}{address})" for title, address in users.get(module, []))
     about = f"Module `dendritic_lab.{module}`; source `{notebook.relative_to(root)}`. Used by: {used}."
     return f"## Where it is used\n\n{about}" if used else ""
-
-
-def tutorial_footer(notebook: Path, root: Path, pages: dict) -> str:  # pages: what `module_pages` found
-    "The end of a tutorial's page: the modules it uses."
-    modules = ", ".join(f"[`{m}`](../{pages[m]})" for m in imported_modules(notebook) if m in pages)
-    where = f"This page is the notebook `{notebook.relative_to(root)}`: open it with `make lab` and change it."
-    return f"## Where to go on\n\nModules used here: {modules}. {where}" if modules else ""
 
 # %% ../../nbs/lab/10_reference.ipynb #6ead74e4
 PLAIN = ("dendritic_lab/fleet", "dendritic_lab/cli", "kernels/dendritic_kernels")
@@ -322,11 +317,9 @@ def module_page(path: Path) -> str:
 
 # %% ../../nbs/lab/10_reference.ipynb #40568808
 def stage_notebooks(root: Path, docs: Path):
-    "Write pages of all library notebooks under `docs/library` and of the tutorials under `docs/tutorials`."
-    users, pages = users_of(root), module_pages(root)
+    "Write pages of all library notebooks under `docs/library`."
+    users = users_of(root)
     for path in notebooks(root): write_page(path, docs / page_of(path, root), library_footer(path, root, users))
-    for path in notebooks(root, "tutorials"):
-        write_page(path, docs / page_of(path, root), tutorial_footer(path, root, pages))
 
 
 def stage_modules(root: Path, docs: Path):

@@ -7,7 +7,7 @@ __all__ = ['STYLE', 'PAGE', 'FORMULA', 'CODE', 'WIDGET', 'NO_TEXT', 'FIGURE', 'L
            'render_math', 'fold', 'rerun_command', 'place', 'answered_claims', 'all_figures', 'checkpoint_table',
            'data_row', 'digests', 'environment_tables', 'recorded', 'folded_code', 'without_widgets', 'reading_cells',
            'failure_box', 'heading_before', 'with_descriptions', 'with_each_figure_once', 'cells_of',
-           'with_numbers_right', 'table_for_people', 'with_tables_for_people', 'body_of', 'write_html']
+           'with_numbers_right', 'table_for_people', 'with_tables_for_people', 'body_of', 'report_page', 'write_html']
 
 # %% ../../nbs/lab/04_report.ipynb #e792e9c8
 import html
@@ -341,16 +341,26 @@ def body_of(notebook) -> str:
     return with_tables_for_people(with_each_figure_once(with_descriptions(body)))
 
 
-def write_html(notebook: Path, target: Path, failure: str = ""):  # failure: why a run failed, where no cell says it
-    "Write `notebook` and what its folder recorded as one page. Raises `ValueError` where it would load from elsewhere."
-    import nbformat
-    content = nbformat.read(notebook, as_version=4)
-    failure = failure_box(content.cells, failure)
-    body = body_of(content)
+def report_page(
+    notebook,  # executed
+    folder: Path,  # what a run recorded there is shown, too
+    name: str,  # the page's title where the notebook has none
+    failure: str = "",  # why a run failed, where no cell says it
+) -> str:
+    "A notebook and what its folder recorded as one page. Raises `ValueError` where it would load from elsewhere."
+    failure = failure_box(notebook.cells, failure)
+    body = body_of(notebook)
     title = re.search(r"<h1[^>]*>(.*?)<", body, re.DOTALL)
-    title = html.escape(html.unescape(title[1] if title else notebook.stem))
-    page = PAGE.format(title=title, style=STYLE, body=f"<main>{failure}{body}{recorded(notebook.parent)}</main>")
+    title = html.escape(html.unescape(title[1] if title else name))
+    page = PAGE.format(title=title, style=STYLE, body=f"<main>{failure}{body}{recorded(folder)}</main>")
     page = re.sub(r"<(pre|table)(?=[ >])", r'<\1 tabindex="0"', page)  # what scrolls can be reached by keyboard
     loads = external_loads(page)
-    if loads: raise ValueError(f"the report would load from elsewhere: {', '.join(loads[:3])}")
+    if loads: raise ValueError(f"the page would load from elsewhere: {', '.join(loads[:3])}")
+    return page
+
+
+def write_html(notebook: Path, target: Path, failure: str = ""):
+    "Write the `report_page` of a notebook that lies in its folder."
+    import nbformat
+    page = report_page(nbformat.read(notebook, as_version=4), notebook.parent, notebook.stem, failure)
     target.write_text(page, encoding="utf-8")

@@ -50,7 +50,8 @@ class Interval:
         return replace(self, mean=function(self.mean), low=ends[0], high=ends[1], values=values)
 
     def _decimals(self) -> int:
-        "Digits after the point that leave two digits of the interval's half width."
+        "Digits after the point that leave two digits of the interval's half width; none for a count without interval."
+        if self.low is None and float(self.mean).is_integer(): return 0
         scale = abs(self.mean) / 10 if self.low is None else (self.high - self.low) / 2
         return min(4, max(0, 1 - math.floor(math.log10(scale)))) if scale else 1
 
