@@ -92,13 +92,14 @@ struct Aligned {
 };
 
 static void forward(
-    const float* q, const float* k, const float* v, float* out,  // q, out (batch, heads, seq, dim); k, v (batch, kv_heads, seq, dim); contiguous
-    float* lse,                                                  // (batch, heads, seq), +inf where nothing is kept
+    const float* q, const float* k, const float* v, float* out,  // q, out (batch, heads, queries, dim); k, v (batch, kv_heads, keys, dim); contiguous
+    float* lse,                                                  // (batch, heads, queries), +inf where nothing is kept
     const int32_t* counts, const int32_t* index,                 // row lists
-    const int32_t* lengths,                                      // (batch,) or null
-    const float* gate,                                           // (batch, heads, blocks, blocks) or null
-    int64_t batch, int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim, int64_t blocks, int64_t size, float scale, int causal, int threads) {
+    const int32_t* spans,                                        // (batch, 3) first key, end of the keys, first query; or null: 0, keys, 0
+    const float* gate,                                           // (batch, heads, query blocks, key blocks) or null
+    int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, int64_t keys, int64_t dim, int64_t size, float scale, int causal, int threads) {
   const float minus_infinity = -INFINITY;
+  const int64_t blocks = (queries + size - 1) / size, key_blocks = (keys + size - 1) / size;
   const int64_t needed = size * (size + 2 * dim + 2);
   Aligned buffers(std::max(1, threads) * needed);
   auto in_parallel = [threads](int64_t tasks, auto work) {
@@ -114,63 +115,66 @@ static void forward(
   };
   in_parallel(batch * heads * blocks, [&](int64_t task, int number) {
     const int64_t block = task % blocks, pair = task / blocks, b = pair / heads, kv = b * kv_heads + pair % heads / (heads / kv_heads);
-    const int64_t start = block * size, end = lengths ? lengths[b] : seq;
-    const int64_t rows = std::max<int64_t>(0, std::min(size, end - start));
-    float *scores = buffers.data() + number * needed, *queries = scores + size * size, *sum = queries + size * dim, *largest = sum + size * dim, *total = largest + size;
-    float* to = out + (pair * seq + start) * dim;
-    float* sums = lse + pair * seq + start;
-    std::memset(to, 0, sizeof(float) * std::min(size, seq - start) * dim);
-    std::fill(sums, sums + std::min(size, seq - start), INFINITY);
-    if (rows == 0 || counts[task] == 0) return;
+    const int64_t start = spans ? spans[3 * b] : 0, end = spans ? spans[3 * b + 1] : keys, offset = spans ? spans[3 * b + 2] : 0;
+    const int64_t at = block * size, all = std::min(size, queries - at), width = (all + LANES - 1) / LANES * LANES;
+    const int64_t position = offset + at;  // of the first query
+    const int64_t begin = std::max<int64_t>(0, start - position), stop = std::min(all, end - position);  // queries that are no padding
+    float *scores = buffers.data() + number * needed, *turned = scores + size * size, *sum = turned + size * dim, *largest = sum + size * dim, *total = largest + size;
+    float* to = out + (pair * queries + at) * dim;
+    float* sums = lse + pair * queries + at;
+    std::memset(to, 0, sizeof(float) * all * dim);
+    std::fill(sums, sums + all, INFINITY);
+    if (begin >= stop || counts[task] == 0) return;
     const float factor = scale * 1.44269504f;
-    const float* from = q + (pair * seq + start) * dim;
-    std::fill(queries, queries + size * dim, 0.0f);
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t d = 0; d < dim; d++) queries[d * size + r] = from[r * dim + d] * factor;
-    std::fill(sum, sum + size * dim, 0.0f);
-    std::fill(largest, largest + size, minus_infinity);
-    std::fill(total, total + size, 0.0f);
+    const float* from = q + (pair * queries + at) * dim;
+    std::fill(turned, turned + width * dim, 0.0f);
+    for (int64_t r = begin; r < stop; r++)
+      for (int64_t d = 0; d < dim; d++) turned[d * width + r] = from[r * dim + d] * factor;
+    std::fill(sum, sum + width * dim, 0.0f);
+    std::fill(largest, largest + width, minus_infinity);
+    std::fill(total, total + width, 0.0f);
     for (int64_t i = 0; i < counts[task]; i++) {
-      const int64_t key = index[task * blocks + i], first = key * size;
-      if (first >= end || (causal && key > block)) break;  // lists ascend
-      const int64_t keys = std::min(size, end - first);
-      product<false>(k + (kv * seq + first) * dim, dim, 1, queries, scores, keys, dim, size);
-      if (causal && key == block)
-        for (int64_t c = 1; c < keys; c++) std::fill(scores + c * size, scores + c * size + c, minus_infinity);
-      const float open = gate ? std::log2(gate[task * blocks + key]) : 0.0f;
-      for (int64_t c = 0; c < size; c += LANES) {
+      const int64_t number = index[task * key_blocks + i], first = std::max(number * size, start), last = std::min({(number + 1) * size, end, causal ? position + stop : keys});
+      if (number * size >= last) break;  // lists ascend
+      if (first >= last) continue;
+      const int64_t count = last - first, diagonal = first - position;  // under causality query r sees keys up to r - diagonal
+      product<false>(k + (kv * keys + first) * dim, dim, 1, turned, scores, count, dim, width);
+      if (causal)
+        for (int64_t c = std::max<int64_t>(0, 1 - diagonal); c < count; c++) std::fill(scores + c * width, scores + c * width + std::min(width, c + diagonal), minus_infinity);
+      const float open = gate ? std::log2(gate[task * key_blocks + number]) : 0.0f;
+      for (int64_t c = 0; c < width; c += LANES) {
         Floats top = load(scores + c);
-        for (int64_t r = 1; r < keys; r++) top = max(load(scores + r * size + c), top);
+        for (int64_t r = 1; r < count; r++) top = max(load(scores + r * width + c), top);
         const Floats before = load(largest + c), most = max(top + open, before);
         const Floats safe = most == minus_infinity ? Floats{} : most, base = safe - open, shrink = exp2(before - safe);
         Floats weights = load(total + c) * shrink;
-        for (int64_t r = 0; r < keys; r++) {
-          const Floats x = exp2(load(scores + r * size + c) - base);
-          store(scores + r * size + c, x);
+        for (int64_t r = 0; r < count; r++) {
+          const Floats x = exp2(load(scores + r * width + c) - base);
+          store(scores + r * width + c, x);
           weights += x;
         }
         store(total + c, weights);
         store(largest + c, most);
         bool moved = false;
         for (int l = 0; l < LANES; l++) moved |= before[l] != most[l];
-        if (moved) for (int64_t d = 0; d < dim; d++) store(sum + d * size + c, load(sum + d * size + c) * shrink);
+        if (moved) for (int64_t d = 0; d < dim; d++) store(sum + d * width + c, load(sum + d * width + c) * shrink);
       }
-      product<true>(v + (kv * seq + first) * dim, 1, dim, scores, sum, dim, keys, size);
+      product<true>(v + (kv * keys + first) * dim, 1, dim, scores, sum, dim, count, width);
     }
-    for (int64_t r = 0; r < rows; r++) {
+    for (int64_t r = begin; r < stop; r++) {
       if (total[r] == 0.0f) continue;
       const float by = 1.0f / total[r];
       sums[r] = largest[r] / 1.44269504f + std::log(total[r]);
-      for (int64_t d = 0; d < dim; d++) to[r * dim + d] = sum[d * size + r] * by;
+      for (int64_t d = 0; d < dim; d++) to[r * dim + d] = sum[d * width + r] * by;
     }
   });
 }
 
 // 0, or 1 when memory ran out.
-extern "C" int block_sparse_forward(const float* q, const float* k, const float* v, float* out, float* lse, const int32_t* counts, const int32_t* index, const int32_t* lengths, const float* gate,
-                                    int64_t batch, int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim, int64_t blocks, int64_t size, float scale, int causal, int threads) {
+extern "C" int block_sparse_forward(const float* q, const float* k, const float* v, float* out, float* lse, const int32_t* counts, const int32_t* index, const int32_t* spans, const float* gate,
+                                    int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, int64_t keys, int64_t dim, int64_t size, float scale, int causal, int threads) {
   try {
-    forward(q, k, v, out, lse, counts, index, lengths, gate, batch, heads, kv_heads, seq, dim, blocks, size, scale, causal, threads);
+    forward(q, k, v, out, lse, counts, index, spans, gate, batch, heads, kv_heads, queries, keys, dim, size, scale, causal, threads);
     return 0;
   } catch (const std::exception&) { return 1; }
 }

@@ -63,7 +63,7 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
     return library, None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None,
+def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, spans: Tensor | None,
             gate: Tensor | None,
             block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     "Output like q, and the logarithm of the weights' sum (batch, heads, seq), +inf where nothing is kept."
@@ -71,8 +71,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
     gate = gate if gate is None else gate.float().contiguous()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     address = lambda x: None if x is None else x.data_ptr()
-    tensors = map(address, (q, k, v, out, lse, row_counts, row_index, lengths, gate))
-    sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], row_index.shape[-1], block_size
+    tensors = map(address, (q, k, v, out, lse, row_counts, row_index, spans, gate))
+    sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], block_size
     failed = _library()[0].block_sparse_forward(*tensors, *sizes, scale, causal, torch.get_num_threads())
     if failed: raise MemoryError("not enough memory for block-sparse attention")
     return out, lse
