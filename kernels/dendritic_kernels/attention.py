@@ -105,7 +105,8 @@ def _spans(q: Tensor, k: Tensor, lengths: Tensor | None, starts: Tensor | None,
         raise ValueError(f"query_offset must be given for {queries} queries and {keys} keys")
     if isinstance(query_offset, int) and not 0 <= query_offset <= keys - queries:
         raise ValueError(f"query_offset must be 0 to {keys - queries}, got {query_offset}")
-    if queries == keys and starts is lengths is None and not isinstance(query_offset, Tensor): return None
+    if queries == keys and starts is lengths is None and (query_offset is None or isinstance(query_offset, int)):
+        return None
     given = dict(starts=starts, lengths=lengths, query_offset=query_offset)
     spans = []
     for (name, x), most, otherwise in zip(given.items(), (keys, keys, keys - queries), (0, keys, 0)):
@@ -211,9 +212,11 @@ def _backward(
     spans: Tensor | None, gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None,
     block_size: int, causal: bool, scale: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lists = (row_counts, row_index, col_counts, col_index) if backend == "triton" else (row_counts, row_index)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # said in the forward pass
         implementation = _implementation(backend, q, k, row_counts, spans, gate, block_size)
+    lists = (row_counts, row_index, col_counts, col_index)
+    if implementation is cpp: lists = lists[2:]
+    elif backend != "triton": lists = lists[:2]
     dq, dk, dv, dgate = implementation.backward(grad, q, k, v, out, lse, *lists, spans, gate, audit_counts,
                                                 audit_index, block_size, causal, scale)
     return dq, dk, dv, q.new_empty(0) if dgate is None else dgate
