@@ -43,7 +43,8 @@ def compile_variant(kernel, capability: int, dtype: str = "fp16", **constants):
         elif name in ("scale", "threshold"): signature[name] = "fp32"
         else: signature[name] = "i32"
         if signature[name].startswith("*") or name.startswith("stride"): attrs[(i,)] = [["tt.divisibility", 16]]
-    options = kernels.launch_options(kernel, constants["DIM"], DTYPES[dtype]) if "DIM" in constants else {}
+    options = {}
+    if "DIM" in constants: options = kernels.launch_options(kernel, constants["DIM"], DTYPES[dtype], capability)
     return compile(ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs),
                    target=GPUTarget("cuda", capability, 32), options=options)
 

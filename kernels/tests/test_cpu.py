@@ -51,6 +51,17 @@ def test_cpp_is_exact(gated):
 
 
 @needs_compiler
+@pytest.mark.parametrize("dim", [16, 33, 64])
+@pytest.mark.parametrize("gated", [False, True])
+def test_cpp_one_query(dim, gated):
+    "As in decoding; also where nothing is kept, and where all that is kept is padding."
+    for seed, density in enumerate((0.0, 0.2, 0.5, 1.0)):
+        check("cpp", seed=seed, queries=1, seq=150, block=32, dim=dim, causal=True, ragged=True, padded=True,
+              gated=gated, density=density)
+        check("cpp", seed=seed, queries=1, seq=150, block=32, dim=dim, gated=gated, density=density)
+
+
+@needs_compiler
 def test_cpp_layouts():
     "Views that are not contiguous, also of the gradient."
     q, k, v, mask = problem(seq=70, queries=40, block=16, dim=24)
