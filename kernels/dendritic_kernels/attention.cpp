@@ -1,9 +1,14 @@
-// Block-sparse attention on a CPU, forward, in float32. No dependency but the C++ standard library.
+// Block-sparse attention on a CPU, forward and backward, in float32. No dependency but the C++ standard library and POSIX.
 //
-// Each task is one block of queries of one head. It walks the list of its kept key blocks with an online softmax.
+// Forward, each task is one block of queries of one head. It walks the list of its kept key blocks with an online softmax.
 // Scores are held as (keys, queries), 16 kB for blocks of 64, with queries in vector registers: the softmax then goes down
-// the columns, and no vector is ever summed across its lanes. Both products have the form
+// the columns, and no vector is ever summed across its lanes. All products have the form
 // C[rows, cols] (+)= A[rows, depth] * B[depth, cols]; only queries and the output are transposed, once a task.
+//
+// Backward, each task is one head, or a part of its key blocks. It walks the lists of the query blocks that keep a key block,
+// and makes the weights anew from scores and their log-sum; gradients of keys and values are summed in a buffer of one block,
+// those of queries in one of the head. So five products a block are enough, no two tasks write to the same place, and the same
+// inputs on the same number of threads give the same bits.
 //
 // LANES (floats in a vector) is set by the build to what the processor has.
 
@@ -11,11 +16,15 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <condition_variable>
 #include <cstring>
 #include <exception>
+#include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
+#include <unistd.h>
 
 #ifndef LANES
 #define LANES 4
@@ -25,6 +34,17 @@ constexpr int ROWS = 6;
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
+
+#ifdef __clang__
+#define SHUFFLE(a, b, places) shuffled(a, b, places)
+static inline Floats shuffled(Floats a, Floats b, Ints places) {
+  Floats x;
+  for (int l = 0; l < LANES; l++) x[l] = places[l] < LANES ? a[places[l]] : b[places[l] - LANES];
+  return x;
+}
+#else
+#define SHUFFLE(a, b, places) __builtin_shuffle(a, b, places)
+#endif
 
 static inline Floats load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
 static inline void store(float* p, Floats x) { *reinterpret_cast<Floats*>(p) = x; }
@@ -82,95 +102,395 @@ static inline Floats exp2(Floats x) {
   return reinterpret_cast<Floats>(reinterpret_cast<Ints>(y) + (reinterpret_cast<Ints>(shifted) << 23));
 }
 
-// Floats that begin with a cache line: a vector then never lies in two.
+// LANES rows of LANES floats, row r at from + r * stride, to columns at to + r * width
+static inline void turn(const float* from, int64_t stride, float* to, int64_t width) {
+  Floats x[LANES];
+  for (int r = 0; r < LANES; r++) x[r] = load(from + r * stride);
+#pragma GCC unroll 4
+  for (int half = LANES / 2; half; half /= 2) {  // swaps the off-diagonal quarters of each square of 2 * half
+    Ints low, high;
+    for (int l = 0; l < LANES; l++) low[l] = l & half ? LANES + l - half : l, high[l] = l & half ? LANES + l : l + half;
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++) {
+      if (r & half) continue;
+      const Floats a = x[r], b = x[r + half];
+      x[r] = SHUFFLE(a, b, low);
+      x[r + half] = SHUFFLE(a, b, high);
+    }
+  }
+  for (int r = 0; r < LANES; r++) store(to + r * width, x[r]);
+}
+
+// (rows, cols) with rows at a distance of `stride` to (cols, rows) at a distance of `width`, times a factor
+static void transpose(const float* from, int64_t stride, float* to, int64_t width, int64_t rows, int64_t cols, float factor) {
+  int64_t r = 0;
+  for (; r + LANES <= rows; r += LANES) {
+    int64_t c = 0;
+    for (; c + LANES <= cols; c += LANES) {
+      turn(from + r * stride + c, stride, to + c * width + r, width);
+      for (int l = 0; l < LANES; l++) store(to + (c + l) * width + r, load(to + (c + l) * width + r) * factor);
+    }
+    for (; c < cols; c++)
+      for (int l = 0; l < LANES; l++) to[c * width + r + l] = from[(r + l) * stride + c] * factor;
+  }
+  for (; r < rows; r++)
+    for (int64_t c = 0; c < cols; c++) to[c * width + r] = from[r * stride + c] * factor;
+}
+
+// Floats that begin with a cache line: a vector then never lies in two. Not initialised.
 struct Aligned {
   float* p;
-  explicit Aligned(size_t n) : p(static_cast<float*>(::operator new(n * sizeof(float), std::align_val_t(64)))) { std::fill(p, p + n, 0.0f); }
+  explicit Aligned(size_t n) : p(static_cast<float*>(::operator new(n * sizeof(float), std::align_val_t(64)))) {}
   Aligned(const Aligned&) = delete;
   ~Aligned() { ::operator delete(p, std::align_val_t(64)); }
-  float* data() { return p; }
 };
 
-static void forward(
-    const float* q, const float* k, const float* v, float* out,  // q, out (batch, heads, seq, dim); k, v (batch, kv_heads, seq, dim); contiguous
-    float* lse,                                                  // (batch, heads, seq), +inf where nothing is kept
-    const int32_t* counts, const int32_t* index,                 // row lists
-    const int32_t* lengths,                                      // (batch,) or null
-    const float* gate,                                           // (batch, heads, blocks, blocks) or null
-    int64_t batch, int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim, int64_t blocks, int64_t size, float scale, int causal, int threads) {
-  const float minus_infinity = -INFINITY;
-  const int64_t needed = size * (size + 2 * dim + 2);
-  Aligned buffers(std::max(1, threads) * needed);
-  auto in_parallel = [threads](int64_t tasks, auto work) {
-    std::atomic<int64_t> next{0};
-    auto worker = [&](int number) { for (int64_t task; (task = next++) < tasks;) work(task, number); };
-    std::vector<std::thread> others;
-    others.reserve(std::max(0, threads));
-    try {
-      for (int i = 1; i < std::min<int64_t>(threads, tasks); i++) others.emplace_back(worker, i);
-    } catch (const std::system_error&) {}  // go on with the threads that could be started
-    worker(0);
-    for (auto& other : others) other.join();
+// Threads that wait for work. They and the pool stay until the process ends, so nothing is torn down at its exit. A forked
+// process has none of them, and perhaps a lock that nobody will open: it makes a pool of its own.
+class Pool {
+  struct Job {
+    void (*run)(void*, int);
+    void* context;
+    int wanted, joined = 0, inside = 0;  // helpers
   };
-  in_parallel(batch * heads * blocks, [&](int64_t task, int number) {
-    const int64_t block = task % blocks, pair = task / blocks, b = pair / heads, kv = b * kv_heads + pair % heads / (heads / kv_heads);
-    const int64_t start = block * size, end = lengths ? lengths[b] : seq;
-    const int64_t rows = std::max<int64_t>(0, std::min(size, end - start));
-    float *scores = buffers.data() + number * needed, *queries = scores + size * size, *sum = queries + size * dim, *largest = sum + size * dim, *total = largest + size;
-    float* to = out + (pair * seq + start) * dim;
-    float* sums = lse + pair * seq + start;
-    std::memset(to, 0, sizeof(float) * std::min(size, seq - start) * dim);
-    std::fill(sums, sums + std::min(size, seq - start), INFINITY);
-    if (rows == 0 || counts[task] == 0) return;
-    const float factor = scale * 1.44269504f;
-    const float* from = q + (pair * seq + start) * dim;
-    std::fill(queries, queries + size * dim, 0.0f);
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t d = 0; d < dim; d++) queries[d * size + r] = from[r * dim + d] * factor;
-    std::fill(sum, sum + size * dim, 0.0f);
-    std::fill(largest, largest + size, minus_infinity);
-    std::fill(total, total + size, 0.0f);
+  const pid_t process = getpid();
+  std::mutex lock;
+  std::condition_variable work, done;
+  std::vector<Job*> jobs;
+  int started = 0;
+
+  Job* open() {
+    for (Job* job : jobs) if (job->joined < job->wanted) return job;
+    return nullptr;
+  }
+
+  void help() {
+    std::unique_lock<std::mutex> held(lock);
+    for (Job* job;;) {
+      work.wait(held, [&] { return (job = open()) != nullptr; });
+      const int number = ++job->joined;
+      job->inside++;
+      held.unlock();
+      job->run(job->context, number);
+      held.lock();
+      if (--job->inside == 0) done.notify_all();
+    }
+  }
+
+  void share(void (*run)(void*, int), void* context, int helpers) {
+    Job job{run, context, helpers};
+    {
+      std::lock_guard<std::mutex> held(lock);
+      try {
+        for (; started < helpers; started++) std::thread(&Pool::help, this).detach();
+      } catch (const std::system_error&) {}  // go on with the threads that could be started
+      jobs.push_back(&job);
+    }
+    for (int i = 0; i < helpers; i++) work.notify_one();
+    run(context, 0);
+    std::unique_lock<std::mutex> held(lock);
+    jobs.erase(std::find(jobs.begin(), jobs.end(), &job));
+    done.wait(held, [&] { return job.inside == 0; });
+  }
+
+  static Pool& mine() {
+    static std::atomic<Pool*> current{nullptr};
+    for (Pool* pool = current.load();;) {
+      if (pool && pool->process == getpid()) return *pool;
+      Pool* fresh = new Pool;
+      if (current.compare_exchange_strong(pool, fresh)) return *fresh;
+      delete fresh;  // another thread was faster
+    }
+  }
+
+ public:
+  // Calls work(task, number) for each task, on at most so many threads; number tells the threads apart.
+  template <class Work>
+  static void run(int64_t threads, int64_t tasks, Work work) {
+    std::atomic<int64_t> next{0};
+    auto turns = [&](int number) { for (int64_t task; (task = next++) < tasks;) work(task, number); };
+    const int helpers = std::min<int64_t>(threads, tasks) - 1;
+    if (helpers < 1) return turns(0);
+    mine().share([](void* context, int number) { (*static_cast<decltype(turns)*>(context))(number); }, &turns, helpers);
+  }
+};
+
+constexpr float LOG2E = 1.44269504f;
+constexpr float LARGEST = 80.0f * LOG2E;  // as in cpu.py
+
+// One call. q, grad, out are (batch, heads, queries, dim), k, v (batch, kv_heads, keys, dim), all contiguous.
+struct Call {
+  const float *q, *k, *v;
+  const int32_t* spans;  // (batch, 3) first key, end of the keys, first query; or null: 0, keys, 0
+  const float* gate;     // (batch, heads, query blocks, key blocks), or null
+  int64_t batch, heads, kv_heads, queries, keys, dim, size;
+  float scale;
+  int causal, threads;
+
+  int64_t query_blocks() const { return (queries + size - 1) / size; }
+  int64_t key_blocks() const { return (keys + size - 1) / size; }
+  int64_t start(int64_t pair) const { return spans ? spans[pair / heads * 3] : 0; }
+  int64_t end(int64_t pair) const { return spans ? spans[pair / heads * 3 + 1] : keys; }
+  int64_t kv(int64_t pair) const { return pair / heads * kv_heads + pair % heads / (heads / kv_heads); }
+};
+
+// One block of queries of one head (a pair of text and head).
+struct Queries {
+  int64_t at;           // the first, of all texts and heads
+  int64_t all, width;   // how many, and that in whole vectors
+  int64_t position;     // where the first stands among the keys
+  int64_t begin, stop;  // those that are no padding
+
+  Queries(const Call& call, int64_t pair, int64_t block) {
+    const int64_t first = block * call.size;
+    at = pair * call.queries + first;
+    all = std::min(call.size, call.queries - first);
+    width = (all + LANES - 1) / LANES * LANES;
+    position = first + (call.spans ? call.spans[pair / call.heads * 3 + 2] : 0);
+    begin = std::max<int64_t>(0, call.start(pair) - position);
+    stop = std::max(begin, std::min(all, call.end(pair) - position));
+  }
+
+  // Rows of x (..., dim) as columns, zeros at padding.
+  void turned(const float* x, int64_t dim, float factor, float* to) const {
+    if (begin > 0 || stop < width) std::fill(to, to + dim * width, 0.0f);
+    transpose(x + (at + begin) * dim, dim, to + begin, width, stop - begin, dim, factor);
+  }
+};
+
+// The keys of one block that some query of a block may see.
+struct Keys {
+  int64_t first, count;
+  int64_t diagonal;  // under causality query r sees keys up to r - diagonal
+
+  Keys(const Call& call, int64_t pair, int64_t block, const Queries& rows) {
+    first = std::max(block * call.size, call.start(pair));
+    int64_t last = std::min((block + 1) * call.size, call.end(pair));
+    if (call.causal) last = std::min(last, rows.position + rows.stop);
+    count = std::max<int64_t>(0, last - first);
+    diagonal = first - rows.position;
+  }
+
+  void hide_later(float* scores, int64_t width) const {
+    for (int64_t c = std::max<int64_t>(0, 1 - diagonal); c < count; c++) std::fill_n(scores + c * width, std::min(width, c + diagonal), -INFINITY);
+  }
+};
+
+static void forward(const Call& call, float* out, float* lse,               // lse (batch, heads, queries), +inf where nothing is kept
+                    const int32_t* counts, const int32_t* index) {          // row lists
+  const int64_t size = call.size, dim = call.dim, blocks = call.query_blocks(), key_blocks = call.key_blocks();
+  const int64_t needed = size * (size + 2 * dim + 2);
+  Aligned buffers(call.threads * needed);
+  Pool::run(call.threads, call.batch * call.heads * blocks, [&](int64_t task, int thread) {
+    const int64_t pair = task / blocks;
+    const Queries rows(call, pair, task % blocks);
+    const int64_t width = rows.width;
+    float *scores = buffers.p + thread * needed, *turned = scores + size * size, *sum = turned + size * dim, *largest = sum + size * dim, *total = largest + size;
+    float *to = out + rows.at * dim, *sums = lse + rows.at;
+    std::memset(to, 0, sizeof(float) * rows.all * dim);
+    std::fill(sums, sums + rows.all, INFINITY);
+    if (rows.begin == rows.stop || counts[task] == 0) return;
+    rows.turned(call.q, dim, call.scale * LOG2E, turned);
+    std::fill(sum, sum + width * dim, 0.0f);
+    std::fill(largest, largest + width, -INFINITY);
+    std::fill(total, total + width, 0.0f);
     for (int64_t i = 0; i < counts[task]; i++) {
-      const int64_t key = index[task * blocks + i], first = key * size;
-      if (first >= end || (causal && key > block)) break;  // lists ascend
-      const int64_t keys = std::min(size, end - first);
-      product<false>(k + (kv * seq + first) * dim, dim, 1, queries, scores, keys, dim, size);
-      if (causal && key == block)
-        for (int64_t c = 1; c < keys; c++) std::fill(scores + c * size, scores + c * size + c, minus_infinity);
-      const float open = gate ? std::log2(gate[task * blocks + key]) : 0.0f;
-      for (int64_t c = 0; c < size; c += LANES) {
+      const int64_t block = index[task * key_blocks + i];
+      const Keys keys(call, pair, block, rows);
+      if (keys.count == 0) continue;
+      const int64_t from = (call.kv(pair) * call.keys + keys.first) * dim;
+      product<false>(call.k + from, dim, 1, turned, scores, keys.count, dim, width);
+      if (call.causal) keys.hide_later(scores, width);
+      const float open = call.gate ? std::log2(call.gate[task * key_blocks + block]) : 0.0f;
+      for (int64_t c = 0; c < width; c += LANES) {
         Floats top = load(scores + c);
-        for (int64_t r = 1; r < keys; r++) top = max(load(scores + r * size + c), top);
+        for (int64_t r = 1; r < keys.count; r++) top = max(load(scores + r * width + c), top);
         const Floats before = load(largest + c), most = max(top + open, before);
-        const Floats safe = most == minus_infinity ? Floats{} : most, base = safe - open, shrink = exp2(before - safe);
+        const Floats safe = most == -INFINITY ? Floats{} : most, base = safe - open, shrink = exp2(before - safe);
         Floats weights = load(total + c) * shrink;
-        for (int64_t r = 0; r < keys; r++) {
-          const Floats x = exp2(load(scores + r * size + c) - base);
-          store(scores + r * size + c, x);
+        for (int64_t r = 0; r < keys.count; r++) {
+          const Floats x = exp2(load(scores + r * width + c) - base);
+          store(scores + r * width + c, x);
           weights += x;
         }
         store(total + c, weights);
         store(largest + c, most);
         bool moved = false;
         for (int l = 0; l < LANES; l++) moved |= before[l] != most[l];
-        if (moved) for (int64_t d = 0; d < dim; d++) store(sum + d * size + c, load(sum + d * size + c) * shrink);
+        if (moved) for (int64_t d = 0; d < dim; d++) store(sum + d * width + c, load(sum + d * width + c) * shrink);
       }
-      product<true>(v + (kv * seq + first) * dim, 1, dim, scores, sum, dim, keys, size);
+      product<true>(call.v + from, 1, dim, scores, sum, dim, keys.count, width);
     }
-    for (int64_t r = 0; r < rows; r++) {
-      if (total[r] == 0.0f) continue;
-      const float by = 1.0f / total[r];
-      sums[r] = largest[r] / 1.44269504f + std::log(total[r]);
-      for (int64_t d = 0; d < dim; d++) to[r * dim + d] = sum[d * size + r] * by;
+    for (int64_t r = 0; r < rows.all; r++) {
+      const bool alive = rows.begin <= r && r < rows.stop && total[r] != 0.0f;
+      if (alive) sums[r] = largest[r] / LOG2E + std::log(total[r]);
+      total[r] = alive ? 1.0f / total[r] : 0.0f;
+    }
+    for (int64_t d = 0; d < dim; d++)
+      for (int64_t c = 0; c < width; c += LANES) {
+        const Floats by = load(total + c), x = load(sum + d * width + c);
+        store(sum + d * width + c, by == 0.0f ? Floats{} : x * by);
+      }
+    transpose(sum, width, to, dim, dim, rows.all, 1.0f);
+  });
+}
+
+struct Gradients {
+  const float *grad, *out, *lse;
+  float *dq;                            // (parts, batch, heads, queries, dim), to be summed
+  float *dk, *dv;                       // (batch, heads, keys, dim), to be summed where heads share keys
+  float *dgate;                         // like gate, zeros; or null
+};
+
+// Of a block of queries what all its key blocks need: both as columns, log-sums in base 2, and the sums of grad * out.
+struct Packed {
+  float *q, *grad, *lse, *delta;
+
+  Packed(const Call& call, const Gradients& of, const Queries& rows, float* at) : q(at), grad(q + call.size * call.dim), lse(grad + call.size * call.dim), delta(lse + call.size) {
+    rows.turned(call.q, call.dim, call.scale * LOG2E, q);
+    rows.turned(of.grad, call.dim, 1.0f, grad);
+    for (int64_t r = 0; r < rows.width; r++) {
+      const bool inside = rows.begin <= r && r < rows.stop;
+      const float *a = of.grad + (rows.at + r) * call.dim, *b = of.out + (rows.at + r) * call.dim;
+      float sum = 0.0f;
+      for (int64_t d = 0; inside && d < call.dim; d++) sum += a[d] * b[d];
+      delta[r] = sum;
+      lse[r] = inside ? of.lse[rows.at + r] * LOG2E : INFINITY;
+    }
+  }
+  static int64_t floats(const Call& call) { return call.size * (2 * call.dim + 2); }
+};
+
+// Weights and those times dL/dweight, (keys, queries), both times the gate; returns the sum of the latter without the gate.
+static float slopes_of(const Call& call, int64_t pair, const Queries& rows, const Keys& keys, const Packed& packed, float gate, float* weights, float* slopes) {
+  const int64_t from = (call.kv(pair) * call.keys + keys.first) * call.dim, width = rows.width;
+  product<false>(call.k + from, call.dim, 1, packed.q, weights, keys.count, call.dim, width);
+  product<false>(call.v + from, call.dim, 1, packed.grad, slopes, keys.count, call.dim, width);
+  if (call.causal) keys.hide_later(weights, width);
+  const Floats largest = Floats{} + LARGEST;
+  Floats sum{};
+  for (int64_t c = 0; c < keys.count; c++)
+    for (int64_t r = 0; r < width; r += LANES) {
+      float *w = weights + c * width + r, *s = slopes + c * width + r;
+      Floats x = load(w) - load(packed.lse + r);
+      if (call.gate) x = x > largest ? largest : x;
+      const Floats weight = exp2(x), slope = weight * (load(s) - load(packed.delta + r));
+      sum += slope;
+      store(w, weight * gate);
+      store(s, slope * gate);
+    }
+  float all = 0.0f;
+  for (int l = 0; l < LANES; l++) all += sum[l];
+  return all;
+}
+
+// Rows of `dim` floats to rows of `wide`, the rest zeros.
+static void widen(const float* from, int64_t dim, float* to, int64_t wide, int64_t rows) {
+  for (int64_t r = 0; r < rows; r++) {
+    std::memcpy(to + r * wide, from + r * dim, sizeof(float) * dim);
+    std::fill(to + r * wide + dim, to + (r + 1) * wide, 0.0f);
+  }
+}
+
+static void narrow(const float* from, int64_t wide, float* to, int64_t dim, int64_t rows, float factor) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t d = 0; d < dim; d++) to[r * dim + d] = from[r * wide + d] * factor;
+}
+
+static void backward(const Call& call, const Gradients& of, int64_t parts, const int32_t* counts, const int32_t* index) {  // column lists
+  const int64_t size = call.size, dim = call.dim, blocks = call.query_blocks(), key_blocks = call.key_blocks();
+  const int64_t wide = (dim + LANES - 1) / LANES * LANES, pairs = call.batch * call.heads;
+  const bool padded = wide != dim;
+  // of each block of queries: packed, its gradient, and where features do not fill vectors, rows of q and grad that do
+  const int64_t of_block = (Packed::floats(call) + 15) / 16 * 16 + size * wide * (padded ? 3 : 1);
+  const int64_t needed = blocks * of_block + size * (2 * size + 3 * wide);
+  Aligned buffers(call.threads * needed);
+  Pool::run(call.threads, pairs * parts, [&](int64_t task, int thread) {
+    const int64_t pair = task / parts, part = task % parts;
+    float* own = buffers.p + thread * needed;
+    float *weights = own + blocks * of_block, *slopes = weights + size * size, *dk = slopes + size * size, *dv = dk + size * wide, *wide_k = dv + size * wide;
+    std::vector<Packed> packed;
+    packed.reserve(blocks);
+    auto dq_of = [&](int64_t block) { return own + (block + 1) * of_block - size * wide; };
+    auto wide_q_of = [&](int64_t block) { return own + (block + 1) * of_block - size * wide * 3; };
+    for (int64_t m = 0; m < blocks; m++) {
+      const Queries rows(call, pair, m);
+      packed.emplace_back(call, of, rows, own + m * of_block);
+      std::fill_n(dq_of(m), size * wide, 0.0f);
+      if (!padded) continue;
+      widen(call.q + rows.at * dim, dim, wide_q_of(m), wide, rows.all);
+      widen(of.grad + rows.at * dim, dim, wide_q_of(m) + size * wide, wide, rows.all);
+    }
+    for (int64_t n = part; n < key_blocks; n += parts) {
+      const int64_t line = pair * key_blocks + n, at = n * size, all = std::min(size, call.keys - at);
+      const float* k = call.k + call.kv(pair) * call.keys * dim;
+      std::fill_n(dk, size * wide, 0.0f);
+      std::fill_n(dv, size * wide, 0.0f);
+      if (padded) widen(k + at * dim, dim, wide_k, wide, all);
+      for (int64_t i = 0; i < counts[line]; i++) {
+        const int64_t m = index[line * blocks + i], element = (pair * blocks + m) * key_blocks + n;
+        const Queries rows(call, pair, m);
+        const Keys keys(call, pair, n, rows);
+        const int64_t seen = rows.stop - rows.begin, into = (keys.first - at) * wide;
+        if (keys.count == 0 || seen == 0) continue;
+        const float gate = call.gate ? call.gate[element] : 1.0f;
+        const float sum = slopes_of(call, pair, rows, keys, packed[m], gate, weights, slopes);
+        if (of.dgate) of.dgate[element] = sum;
+        if (gate == 0.0f) continue;
+        const float *rows_q = padded ? wide_q_of(m) : call.q + rows.at * dim, *rows_grad = padded ? wide_q_of(m) + size * wide : of.grad + rows.at * dim;
+        const float* rows_k = padded ? wide_k + into : k + keys.first * dim;
+        product<true>(weights + rows.begin, rows.width, 1, rows_grad + rows.begin * wide, dv + into, keys.count, seen, wide);
+        product<true>(slopes + rows.begin, rows.width, 1, rows_q + rows.begin * wide, dk + into, keys.count, seen, wide);
+        product<true>(slopes + rows.begin, 1, rows.width, rows_k, dq_of(m) + rows.begin * wide, seen, keys.count, wide);
+      }
+      narrow(dk, wide, of.dk + (pair * call.keys + at) * dim, dim, all, call.scale);
+      narrow(dv, wide, of.dv + (pair * call.keys + at) * dim, dim, all, 1.0f);
+    }
+    for (int64_t m = 0; m < blocks; m++) {
+      const Queries rows(call, pair, m);
+      narrow(dq_of(m), wide, of.dq + (part * pairs * call.queries + rows.at) * dim, dim, rows.all, call.scale);
     }
   });
 }
 
-// 0, or 1 when memory ran out.
-extern "C" int block_sparse_forward(const float* q, const float* k, const float* v, float* out, float* lse, const int32_t* counts, const int32_t* index, const int32_t* lengths, const float* gate,
-                                    int64_t batch, int64_t heads, int64_t kv_heads, int64_t seq, int64_t dim, int64_t blocks, int64_t size, float scale, int causal, int threads) {
+// The gradient of the gate alone, of other blocks than the kept ones.
+static void audit(const Call& call, const Gradients& of, const int32_t* counts, const int32_t* index) {  // row lists
+  const int64_t size = call.size, blocks = call.query_blocks(), key_blocks = call.key_blocks();
+  const int64_t first = (Packed::floats(call) + 15) / 16 * 16, needed = first + 2 * size * size;
+  Aligned buffers(call.threads * needed);
+  Pool::run(call.threads, call.batch * call.heads * blocks, [&](int64_t task, int thread) {
+    const int64_t pair = task / blocks;
+    const Queries rows(call, pair, task % blocks);
+    if (rows.begin == rows.stop || counts[task] == 0) return;
+    float* weights = buffers.p + thread * needed + first;
+    const Packed packed(call, of, rows, buffers.p + thread * needed);
+    for (int64_t i = 0; i < counts[task]; i++) {
+      const int64_t block = index[task * key_blocks + i];
+      const Keys keys(call, pair, block, rows);
+      if (keys.count) of.dgate[task * key_blocks + block] = slopes_of(call, pair, rows, keys, packed, 1.0f, weights, weights + size * size);
+    }
+  });
+}
+
+// Both give 0, or 1 when memory ran out.
+extern "C" int block_sparse_forward(const float* q, const float* k, const float* v, const int32_t* spans, const float* gate,
+                                    int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, int64_t keys, int64_t dim, int64_t size, float scale, int causal, int threads,
+                                    float* out, float* lse, const int32_t* counts, const int32_t* index) {
   try {
-    forward(q, k, v, out, lse, counts, index, lengths, gate, batch, heads, kv_heads, seq, dim, blocks, size, scale, causal, threads);
+    forward({q, k, v, spans, gate, batch, heads, kv_heads, queries, keys, dim, size, scale, causal, threads}, out, lse, counts, index);
     return 0;
-  } catch (const std::exception&) { return 1; }
+  } catch (const std::bad_alloc&) { return 1; }
+}
+
+extern "C" int block_sparse_backward(const float* q, const float* k, const float* v, const int32_t* spans, const float* gate,
+                                     int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, int64_t keys, int64_t dim, int64_t size, float scale, int causal, int threads,
+                                     const float* grad, const float* out, const float* lse, float* dq, float* dk, float* dv, float* dgate, int64_t parts,
+                                     const int32_t* counts, const int32_t* index, const int32_t* audit_counts, const int32_t* audit_index) {
+  try {
+    const Call call{q, k, v, spans, gate, batch, heads, kv_heads, queries, keys, dim, size, scale, causal, threads};
+    const Gradients of{grad, out, lse, dq, dk, dv, dgate};
+    backward(call, of, parts, counts, index);
+    if (audit_counts) audit(call, of, audit_counts, audit_index);
+    return 0;
+  } catch (const std::bad_alloc&) { return 1; }
 }

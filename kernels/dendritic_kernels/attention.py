@@ -19,62 +19,70 @@ BACKENDS = ("auto", "triton", "cpp", "cpu", "flex", "dense", "sdpa")
 
 
 def block_sparse_attention(
-    q: Tensor,  # (batch, heads, seq, head_dim)
-    k: Tensor,  # (batch, kv_heads, seq, head_dim); heads is a multiple of kv_heads (grouped queries)
+    q: Tensor,  # (batch, heads, queries, head_dim)
+    k: Tensor,  # (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads (grouped queries)
     v: Tensor,  # like k
     lists: BlockLists,
     *,
-    lengths: Tensor | None = None,  # (batch,) tokens of each text; None: all
-    causal: bool = False,  # a query sees no later key
+    lengths: Tensor | None = None,  # (batch,) where each text's keys end (right padding); None: the last
+    starts: Tensor | None = None,  # (batch,) each text's first key (left padding); None: 0
+    query_offset: int | Tensor | None = None,  # key position of the first query, or (batch,); None: 0
+    causal: bool = False,  # a query sees no later key: query i sees keys up to query_offset + i
     scale: float | None = None,  # None: head_dim ** -0.5
     # (batch, heads, q_blocks, k_blocks), at least 0: multiplies the unnormalised weights of a block
     gate: Tensor | None = None,
     audit: BlockLists | None = None,  # dropped blocks for which the gate gets a gradient too
     backend: str = "auto",
-) -> Tensor:  # (batch, heads, seq, head_dim)
+) -> Tensor:  # (batch, heads, queries, head_dim)
     """Attention of each query over the keys in its kept blocks.
 
-    A query that sees no key gives zeros and passes no gradient; so do queries past a text's length.
+    Queries are all of the sequence or a later part of it: query i stands at the position query_offset + i among the
+    keys, which must be given where there are fewer queries than keys. Positions before `starts` and from `lengths` on
+    are padding: their keys are not seen. A query that sees no key gives zeros and passes no gradient; so do queries
+    that stand at padding.
     Gradients reach q, k, v and, exactly, the gate of every kept block: dL/dgate is the sum over the block of
     w * (dL/dw - delta), where w is the weight without the gate (Dao et al. 2022 give dL/dw and delta).
 
     Backends: `triton` (NVIDIA GPUs), `cpu` (PyTorch), `cpp` (C++, compiled on first use; float32 forward, with the
     gradients of `cpu`; falls back to `cpu` with a warning that says why), `flex` (PyTorch's FlexAttention), `sdpa`
     (PyTorch's dense attention with a mask), `dense` (written out, also float64). `auto` takes the fastest that fits.
-    `flex` and `sdpa` take no gate.
+    `flex` and `sdpa` take no gate, `triton` no `starts` and no `query_offset`.
 
-    Raises `TypeError` or `ValueError` that says what was expected. On a GPU lengths are not looked at, which would wait
-    for it: they are clamped to the sequence.
+    Raises `TypeError` or `ValueError` that says what was expected, `NotImplementedError` where `triton` is asked for
+    what it does not do. On a GPU lengths, starts and offsets are not looked at, which would wait for it: they are
+    clamped to the keys.
     """
-    _check(q, k, v, lists, lengths, gate, audit, backend)
+    _check(q, k, v, lists, gate, audit, backend)
+    spans = _spans(q, k, lengths, starts, query_offset)
+    together = starts is None and not isinstance(query_offset, Tensor) and q.shape[2] == k.shape[2]  # both begin at 0
+    if backend == "triton" and not together:
+        raise NotImplementedError("backend 'triton' takes no starts and no query_offset; use 'auto', 'flex' or 'sdpa'")
     if scale is not None and not math.isfinite(scale): raise ValueError(f"scale must be finite, got {scale}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if q.numel() == 0: return q + k.sum() + v.sum() + (0 if gate is None else gate.sum())  # empty, and differentiable
-    if backend == "auto": backend = _fitting(q, lists, gate)
-    if lengths is not None:
-        lengths = (lengths.clamp(0, q.shape[2]) if lengths.is_cuda else lengths).to(torch.int32).contiguous()
-    if backend in ("dense", "sdpa", "flex"): _check_lengths(lengths, q.shape[2])
+    if backend == "auto": backend = _fitting(q, lists, gate, together)
+    if backend in ("dense", "sdpa", "flex"): _check_spans(q, k, spans)
     if backend == "dense":
-        return dense_attention(q, k, v, lists.block_mask(), lists.block_size, lengths=lengths, causal=causal,
+        return dense_attention(q, k, v, lists.block_mask(), lists.block_size, spans=spans, causal=causal,
                                scale=scale, gate=gate, audit=None if audit is None else audit.block_mask())
     if backend == "sdpa":
-        mask = spread(lists.block_mask(), lists.seq_len,
-                      lists.block_size) & visible(lists.seq_len, lengths, causal, q.device)
+        sizes = q.shape[2], k.shape[2]
+        mask = spread(lists.block_mask(), *sizes, lists.block_size) & visible(*sizes, spans, causal, q.device)
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale,
                                                                enable_gqa=q.shape[1] != k.shape[1])
         return out.masked_fill(~mask.any(-1, keepdim=True), 0)
     if backend == "flex":
         from .flex import block_mask, flex_attention
-        return flex_attention(q, k, v, block_mask(lists, lengths, causal), scale, lengths)
+        return flex_attention(q, k, v, block_mask(lists, spans, causal), scale, spans)
     audited = (None, None) if audit is None else (audit.row_counts, audit.row_index)
-    return _attention(q, k, v, lists.row_counts, lists.row_index, lists.col_counts, lists.col_index, lengths, gate,
+    return _attention(q, k, v, lists.row_counts, lists.row_index, lists.col_counts, lists.col_index, spans, gate,
                       *audited, lists.block_size, causal, scale, backend)[0]
 
 
-def _fitting(q: Tensor, lists: BlockLists, gate: Tensor | None) -> str:
+def _fitting(q: Tensor, lists: BlockLists, gate: Tensor | None, together: bool) -> str:
     "What `auto` can know before it looks at the lists, which on a GPU would wait for it."
     if not q.is_cuda: return "auto"
-    if _triton_cannot(q, lists) is None: return "triton"
+    if together and _triton_cannot(q, lists) is None: return "triton"
     return "sdpa" if gate is None else "dense"
 
 
@@ -89,13 +97,40 @@ def _triton_cannot(q: Tensor, lists: BlockLists) -> str | None:
     return None
 
 
-def _check_lengths(lengths: Tensor | None, seq: int):
-    if lengths is not None and not lengths.is_cuda and not 0 <= int(lengths.min()) <= int(lengths.max()) <= seq:
-        raise ValueError(f"lengths must be 0 to {seq}, got {lengths.tolist()}")
+def _spans(q: Tensor, k: Tensor, lengths: Tensor | None, starts: Tensor | None,
+           query_offset: int | Tensor | None) -> Tensor | None:
+    "Of each text the first key, the end of the keys and the position of the first query, (batch, 3) int32."
+    batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
+    if query_offset is None and queries < keys:
+        raise ValueError(f"query_offset must be given for {queries} queries and {keys} keys")
+    if isinstance(query_offset, int) and not 0 <= query_offset <= keys - queries:
+        raise ValueError(f"query_offset must be 0 to {keys - queries}, got {query_offset}")
+    if queries == keys and starts is lengths is None and (query_offset is None or isinstance(query_offset, int)):
+        return None
+    given = dict(starts=starts, lengths=lengths, query_offset=query_offset)
+    spans = []
+    for (name, x), most, otherwise in zip(given.items(), (keys, keys, keys - queries), (0, keys, 0)):
+        if x is None: x = otherwise
+        if isinstance(x, int): x = torch.full((batch,), x, device=q.device)
+        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be {'an int or ' * (name == 'query_offset')}an int32 or int64 tensor")
+        if tuple(x.shape) != (batch,): raise ValueError(f"{name} must be ({batch},), got {tuple(x.shape)}")
+        if x.device != q.device: raise ValueError(f"{name} are on {x.device}, q is on {q.device}")
+        spans.append(x.clamp(0, most) if x.is_cuda else x)
+    return torch.stack(spans, 1).to(torch.int32)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, lengths: Tensor | None, gate: Tensor | None,
-           audit: BlockLists | None, backend: str):
+def _check_spans(q: Tensor, k: Tensor, spans: Tensor | None):
+    "On a GPU they are clamped instead."
+    if spans is None or spans.is_cuda: return
+    limits = dict(starts=k.shape[2], lengths=k.shape[2], query_offset=k.shape[2] - q.shape[2])
+    for (name, most), x in zip(limits.items(), spans.unbind(1)):
+        if not 0 <= int(x.min()) <= int(x.max()) <= most:
+            raise ValueError(f"{name} must be 0 to {most}, got {x.tolist()}")
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, gate: Tensor | None, audit: BlockLists | None,
+           backend: str):
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor): raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.dim() != 4: raise ValueError(f"{name} must be (batch, heads, seq, head_dim), got {tuple(x.shape)}")
@@ -103,28 +138,24 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, lengths: Tensor |
         if x.dtype != q.dtype: raise TypeError(f"q, k and v must have one dtype, got {q.dtype} and {x.dtype}")
         if x.device != q.device: raise ValueError(f"q, k and v must be on one device, got {q.device} and {x.device}")
     if not isinstance(lists, BlockLists): raise TypeError(f"lists must be a BlockLists, got {type(lists).__name__}")
-    batch, heads, seq, dim = q.shape
+    batch, heads, queries, dim = q.shape
     if dim == 0: raise ValueError("head_dim must be at least 1, got 0")
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[2:] != q.shape[2:]:
-        raise ValueError(f"k and v must be (batch, kv_heads, seq, head_dim) = ({batch}, any, {seq}, {dim})"
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[2] < queries or k.shape[3] != dim:
+        raise ValueError(f"k and v must be (batch, kv_heads, keys, head_dim) = ({batch}, any, {queries} or more, {dim})"
                          f", got {tuple(k.shape)} and {tuple(v.shape)}")
     if k.shape[1] == 0 and heads or k.shape[1] and heads % k.shape[1]:
         raise ValueError(f"q's {heads} heads must be a multiple of k's {k.shape[1]}")
-    if lists.seq_len != seq: raise ValueError(f"lists are for {lists.seq_len} tokens, q has {seq}")
+    if lists.seq_len != k.shape[2]: raise ValueError(f"lists are for {lists.seq_len} keys, k has {k.shape[2]}")
+    if lists.query_len != queries: raise ValueError(f"lists are for {lists.query_len} queries, q has {queries}")
     for name, of in (("lists", lists), ("audit", audit)):
         if of is None: continue
         if not isinstance(of, BlockLists): raise TypeError(f"{name} must be a BlockLists, got {type(of).__name__}")
         if tuple(of.row_counts.shape[:2]) != (batch, heads):
             raise ValueError(f"{name} are for {tuple(of.row_counts.shape[:2])} (batch, heads), q has {(batch, heads)}")
         if of.device != q.device: raise ValueError(f"{name} are on {of.device}, q is on {q.device}")
-        if (of.seq_len, of.block_size) != (lists.seq_len, lists.block_size):
-            raise ValueError(f"audit is for {of.seq_len} tokens in blocks of {of.block_size}"
-                             f", lists for {lists.seq_len} in blocks of {lists.block_size}")
-    if lengths is not None:
-        if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
-            raise TypeError("lengths must be an int32 or int64 tensor")
-        if tuple(lengths.shape) != (batch,): raise ValueError(f"lengths must be ({batch},), got {tuple(lengths.shape)}")
-        if lengths.device != q.device: raise ValueError(f"lengths are on {lengths.device}, q is on {q.device}")
+        if (of.query_len, of.seq_len, of.block_size) != (lists.query_len, lists.seq_len, lists.block_size):
+            raise ValueError(f"audit is for {of.query_len} queries and {of.seq_len} keys in blocks of {of.block_size}"
+                             f", lists for {lists.query_len} and {lists.seq_len} in blocks of {lists.block_size}")
     if gate is not None:
         if not isinstance(gate, Tensor) or not gate.is_floating_point():
             raise TypeError("gate must be a floating-point tensor")
@@ -140,15 +171,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, lengths: Tensor |
     if backend == "triton" and (reason := _triton_cannot(q, lists)): raise ValueError(f"backend 'triton' {reason}")
 
 
-def _implementation(backend: str, q: Tensor, k: Tensor, row_counts: Tensor, lengths: Tensor | None, gate: Tensor | None,
+def _implementation(backend: str, q: Tensor, k: Tensor, row_counts: Tensor, spans: Tensor | None, gate: Tensor | None,
                     block_size: int):
     "The module that computes this call. It may look at the tensors' values, for it runs inside the operator."
     if backend == "triton":
         from . import triton_kernels
         return triton_kernels
-    _check_lengths(lengths, q.shape[2])
+    _check_spans(q, k, spans)
     if backend == "cpu": return cpu
-    if backend == "auto" and full.fits(q, k, row_counts, lengths, gate): return full
+    if backend == "auto" and full.fits(q, k, row_counts, spans, gate): return full
     reason = cpp.why_not(q, block_size)
     if reason and backend == "cpp":
         warnings.warn(f"block_sparse_attention uses backend 'cpu', because 'cpp' is not available: {reason}",
@@ -159,16 +190,16 @@ def _implementation(backend: str, q: Tensor, k: Tensor, row_counts: Tensor, leng
 @torch.library.custom_op("dendritic_kernels::block_sparse_attention", mutates_args=())
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, col_counts: Tensor, col_index: Tensor,
-    lengths: Tensor | None,
+    spans: Tensor | None,
     gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None, block_size: int, causal: bool,
     scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return _implementation(backend, q, k, row_counts, lengths, gate,
-                           block_size).forward(q, k, v, row_counts, row_index, lengths, gate, block_size, causal, scale)
+    implementation = _implementation(backend, q, k, row_counts, spans, gate, block_size)
+    return implementation.forward(q, k, v, row_counts, row_index, spans, gate, block_size, causal, scale)
 
 
 @_attention.register_fake
-def _(q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size,
+def _(q, k, v, row_counts, row_index, col_counts, col_index, spans, gate, audit_counts, audit_index, block_size,
       causal, scale, backend):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float64
                                              if q.dtype == torch.float64 else torch.float32)
@@ -178,19 +209,21 @@ def _(q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audi
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor, row_index: Tensor,
     col_counts: Tensor, col_index: Tensor,
-    lengths: Tensor | None, gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None,
+    spans: Tensor | None, gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None,
     block_size: int, causal: bool, scale: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lists = (row_counts, row_index, col_counts, col_index) if backend == "triton" else (row_counts, row_index)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # said in the forward pass
-        implementation = _implementation(backend, q, k, row_counts, lengths, gate, block_size)
-    dq, dk, dv, dgate = implementation.backward(grad, q, k, v, out, lse, *lists, lengths, gate, audit_counts,
+        implementation = _implementation(backend, q, k, row_counts, spans, gate, block_size)
+    lists = (row_counts, row_index, col_counts, col_index)
+    if implementation is cpp: lists = lists[2:]
+    elif backend != "triton": lists = lists[:2]
+    dq, dk, dv, dgate = implementation.backward(grad, q, k, v, out, lse, *lists, spans, gate, audit_counts,
                                                 audit_index, block_size, causal, scale)
     return dq, dk, dv, q.new_empty(0) if dgate is None else dgate
 
 
 @_backward.register_fake
-def _(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index,
+def _(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, spans, gate, audit_counts, audit_index,
       block_size, causal, scale, backend):
     dgate = q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dgate
@@ -204,9 +237,9 @@ def _remember(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad, _):
-    (q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, out,
+    (q, k, v, row_counts, row_index, col_counts, col_index, spans, gate, audit_counts, audit_index, out,
      lse) = ctx.saved_tensors
-    dq, dk, dv, dgate = _backward(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate,
+    dq, dk, dv, dgate = _backward(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, spans, gate,
                                   audit_counts, audit_index, *ctx.settings)
     return dq, dk, dv, None, None, None, None, None, None if gate is None else dgate, *(None,) * 6
 
@@ -214,22 +247,22 @@ def _differentiate(ctx, grad, _):
 _attention.register_autograd(_differentiate, setup_context=_remember)
 
 
-def _products(q: Tensor, counts: Tensor, index: Tensor, lengths: Tensor | None, block_size: int, causal: bool,
+def _products(q: Tensor, counts: Tensor, index: Tensor, spans: Tensor | None, block_size: int, causal: bool,
               number: int) -> int:
     """Operations of `number` matrix products over the kept blocks that any query sees, each counted whole: 2 for a
     multiplication and its addition."""
-    return 2 * number * int(cpu.visible_counts(counts, index, lengths, block_size,
-                                               causal).sum()) * block_size ** 2 * q.shape[-1]
+    seen = cpu.visible_part(counts, index, spans, q.shape[2], block_size, causal)[1]
+    return 2 * number * int(seen.sum()) * block_size ** 2 * q.shape[-1]
 
 
 @register_flop_formula(torch.ops.dendritic_kernels.block_sparse_attention, get_raw=True)
-def _(q, k, v, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index, block_size,
+def _(q, k, v, row_counts, row_index, col_counts, col_index, spans, gate, audit_counts, audit_index, block_size,
       causal, *args, out_val=None, **kwargs) -> int:
-    return _products(q, row_counts, row_index, lengths, block_size, causal, 2)
+    return _products(q, row_counts, row_index, spans, block_size, causal, 2)
 
 
 @register_flop_formula(torch.ops.dendritic_kernels.block_sparse_attention_backward, get_raw=True)
-def _(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, lengths, gate, audit_counts, audit_index,
+def _(grad, q, k, v, out, lse, row_counts, row_index, col_counts, col_index, spans, gate, audit_counts, audit_index,
       block_size, causal, *args, out_val=None, **kwargs) -> int:
-    audited = 0 if audit_counts is None else _products(q, audit_counts, audit_index, lengths, block_size, causal, 2)
-    return _products(q, row_counts, row_index, lengths, block_size, causal, 5) + audited
+    audited = 0 if audit_counts is None else _products(q, audit_counts, audit_index, spans, block_size, causal, 2)
+    return _products(q, row_counts, row_index, spans, block_size, causal, 5) + audited

@@ -17,8 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .cpu import backward  # noqa: F401  the gradients of this backend
-
 SOURCE = Path(__file__).with_name("attention.cpp")
 PROCESSORS = {"AVX512": (16, ["-mavx512f", "-mfma"]), "AVX2": (8, ["-mavx2", "-mfma"]), "DEFAULT": (4, [])}
 
@@ -58,21 +56,50 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
         return None, f"{compiler} failed: {(e.stderr.strip().splitlines() or ['no message'])[0]}"
     except OSError as e: return None, f"the library could not be built or loaded: {e}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.block_sparse_forward.argtypes = [pointer] * 9 + [number] * 7 + [ctypes.c_float, ctypes.c_int, ctypes.c_int]
-    library.block_sparse_forward.restype = ctypes.c_int
+    call = [pointer] * 5 + [number] * 7 + [ctypes.c_float, ctypes.c_int, ctypes.c_int]
+    library.block_sparse_forward.argtypes = call + [pointer] * 4
+    library.block_sparse_backward.argtypes = call + [pointer] * 7 + [number] + [pointer] * 4
     return library, None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None,
+def _address(x: Tensor | None) -> int | None: return None if x is None else x.data_ptr()
+
+
+def _call(function, q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, gate: Tensor | None, block_size: int,
+          causal: bool, scale: float, *others: Tensor | int | None):
+    "Call the library. Tensors are contiguous."
+    sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], block_size
+    others = [x if isinstance(x, int) else _address(x) for x in others]
+    if function(*map(_address, (q, k, v, spans, gate)), *sizes, scale, causal, torch.get_num_threads(), *others):
+        raise MemoryError("not enough memory for block-sparse attention")
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, spans: Tensor | None,
             gate: Tensor | None,
             block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     "Output like q, and the logarithm of the weights' sum (batch, heads, seq), +inf where nothing is kept."
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     gate = gate if gate is None else gate.float().contiguous()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
-    address = lambda x: None if x is None else x.data_ptr()
-    tensors = map(address, (q, k, v, out, lse, row_counts, row_index, lengths, gate))
-    sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], row_index.shape[-1], block_size
-    failed = _library()[0].block_sparse_forward(*tensors, *sizes, scale, causal, torch.get_num_threads())
-    if failed: raise MemoryError("not enough memory for block-sparse attention")
+    _call(_library()[0].block_sparse_forward, q, k, v, spans, gate, block_size, causal, scale, out, lse, row_counts,
+          row_index)
     return out, lse
+
+
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, col_counts: Tensor,
+             col_index: Tensor, spans: Tensor | None, gate: Tensor | None, audit_counts: Tensor | None,
+             audit_index: Tensor | None, block_size: int, causal: bool,
+             scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    "Gradients of q, k, v and, where there is a gate, of it."
+    grad, q, k, v = grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
+    gate_type, gate = gate if gate is None else gate.dtype, gate if gate is None else gate.float().contiguous()
+    heads, threads = q.shape[0] * q.shape[1], torch.get_num_threads()
+    # with few heads a thread takes a part of one's key blocks, and the gradients of queries are summed
+    parts = 1 if threads == 1 or heads >= 2 * threads else min(-(-4 * threads // heads), col_counts.shape[-1])
+    dq = q.new_empty(parts, *q.shape)
+    dk, dv = (k.new_empty(q.shape[0], q.shape[1], *k.shape[2:]) for _ in range(2))
+    dgate = None if gate is None else torch.zeros_like(gate)
+    _call(_library()[0].block_sparse_backward, q, k, v, spans, gate, block_size, causal, scale, grad, out, lse, dq, dk,
+          dv, dgate, parts, col_counts, col_index, audit_counts, audit_index)
+    if q.shape[1] != k.shape[1]: dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+    return dq[0] if parts == 1 else dq.sum(0), dk, dv, None if gate is None else dgate.to(gate_type)

@@ -19,13 +19,13 @@ LARGEST = 80.0  # logarithm of the weight that a closed block may seem to have, 
 @dataclass
 class _Problem:
     "One call: its operands cut into blocks, and the rows of blocks that keep something."
-    q: Tensor  # (batch * heads * blocks, block_size, head_dim)
-    k: Tensor  # (batch * kv_heads * blocks, block_size, head_dim)
+    q: Tensor  # (batch * heads * query blocks, block_size, head_dim)
+    k: Tensor  # (batch * kv_heads * key blocks, block_size, head_dim)
     v: Tensor
-    counts: Tensor  # (batch * heads * blocks,) kept blocks that a row can see
-    index: Tensor  # (batch * heads * blocks, blocks)
-    ends: Tensor | None  # (batch,) keys that count; None: all blocks are full
-    shape: tuple[int, int, int, int, int]  # batch, heads, kv_heads, blocks, block_size
+    counts: Tensor  # (batch * heads * query blocks,) kept blocks that a row can see
+    index: Tensor  # (batch * heads * blocks, key blocks), those first
+    spans: Tensor | None  # (batch, 3) first key, end of the keys, first query; None: all blocks are full
+    shape: tuple[int, int, int, int, int, int]  # batch, heads, kv_heads, query blocks, key blocks, block_size
     causal: bool
 
 
@@ -39,31 +39,41 @@ class _Chunk:
     hidden: Tensor | None  # (rows, block_size or 1, kept * block_size) bool: scores that do not count
 
 
-# like counts
-def visible_counts(counts: Tensor, index: Tensor, lengths: Tensor | None, block_size: int, causal: bool) -> Tensor:
-    """How many of each row's kept blocks its queries can see: not past the text's end, not after them. Lists ascend, so
-    these come first."""
-    if lengths is None and not causal: return counts
-    numbers = torch.arange(index.shape[-1], device=index.device)
-    reach = torch.full_like(counts, len(numbers))
-    if lengths is not None:
-        blocks = ((lengths + block_size - 1) // block_size)[:, None, None]
-        reach = (blocks * (numbers < blocks)).expand_as(counts)
-    if causal: reach = reach.minimum(numbers + 1)
-    return ((index < reach[..., None]) & (numbers < counts[..., None])).sum(-1)
+def visible_part(counts: Tensor, index: Tensor, spans: Tensor | None, queries: int, block_size: int,
+                 causal: bool) -> tuple[Tensor | int, Tensor]:
+    """How many of each row's kept blocks stand before its text, and how many follow that its queries can see: not past
+    the text's end, not after them. Lists ascend, so these stand together."""
+    if spans is None and not causal: return 0, counts
+    places = torch.arange(index.shape[-1], device=index.device)
+    kept = places < counts[..., None]
+    first = torch.arange(index.shape[2], device=index.device) * block_size  # position of each row's first query
+    if spans is None: return 0, ((index * block_size <= first[:, None]) & kept).sum(-1)
+    starts, ends, offsets = (x[:, None, None] for x in spans.unbind(1))
+    last = offsets + (first + block_size).clamp(max=queries)
+    last, alive = last.minimum(ends), (offsets + first < ends) & (last > starts)
+    begins, reach = index * block_size, torch.where(alive, last if causal else ends, 0)[..., None]
+    before = (begins + block_size <= starts[..., None]) & kept
+    return before.sum(-1), ((begins < reach) & kept & ~before).sum(-1)
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, index: Tensor, lengths: Tensor | None, block_size: int,
+def _padding(spans: Tensor, number: int, first: Tensor | int = 0) -> Tensor:  # (batch, 1, number, 1) bool
+    "Which of `number` positions from `first` (batch, 1) on are padding."
+    position = first + torch.arange(number)
+    return ((position < spans[:, :1]) | (position >= spans[:, 1:2]))[:, None, :, None]
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, index: Tensor, spans: Tensor | None, block_size: int,
              causal: bool) -> _Problem:
-    batch, heads, seq, _ = q.shape
-    ends = lengths if lengths is not None else torch.full((batch,), seq) if seq % block_size else None
-    if lengths is not None:  # what stands past a text's end may be NaN
-        past = (torch.arange(seq) >= lengths[:, None])[:, None, :, None]
-        q, k, v = (x.masked_fill(past, 0) for x in (q, k, v))
-    return _Problem(*(_blocks(x, block_size) for x in (q, k, v)),
-                    visible_counts(counts, index, lengths, block_size, causal).flatten().long(), index.flatten(0, 2),
-                    ends,
-                    (batch, heads, k.shape[1], index.shape[-1], block_size), causal)
+    batch, heads, queries, _ = q.shape
+    before, counts = visible_part(counts, index, spans, queries, block_size, causal)
+    if spans is not None:
+        q = q.masked_fill(_padding(spans, queries, spans[:, 2:]), 0)  # padding may be NaN
+        k, v = (x.masked_fill(_padding(spans, k.shape[2]), 0) for x in (k, v))
+        if spans[:, 0].any():
+            index = index.gather(-1, (before[..., None] + torch.arange(index.shape[-1])).clamp(max=index.shape[-1] - 1))
+    elif queries % block_size: spans = torch.tensor([0, queries, 0]).repeat(batch, 1)
+    return _Problem(*(_blocks(x, block_size) for x in (q, k, v)), counts.flatten().long(), index.flatten(0, 2), spans,
+                    (batch, heads, k.shape[1], *index.shape[2:], block_size), causal)
 
 
 def _blocks(x: Tensor, block_size: int) -> Tensor:
@@ -78,7 +88,7 @@ def _whole(x: Tensor, like: Tensor) -> Tensor:
 
 def _chunks(p: _Problem) -> Iterator[_Chunk]:
     "Rows of blocks with something kept, those with few first."
-    _, heads, kv_heads, blocks, size = p.shape
+    _, heads, kv_heads, rows_of_head, blocks, size = p.shape
     order = p.counts.argsort(stable=True)
     many = p.counts[order].tolist()
     first, space = bisect_right(many, 0), [x.new_empty(0) for x in (p.k, p.v)]
@@ -86,7 +96,7 @@ def _chunks(p: _Problem) -> Iterator[_Chunk]:
         kept = many[first]
         last = min(bisect_right(many, kept), first + max(1, CHUNK // (kept * size * size)))
         rows, chosen = order[first:last], p.index[order[first:last], :kept]
-        kv = rows // (blocks * heads) * kv_heads + rows // blocks % heads // (heads // kv_heads)
+        kv = rows // (rows_of_head * heads) * kv_heads + rows // rows_of_head % heads // (heads // kv_heads)
         keys = (kv[:, None] * blocks + chosen).flatten()
         if len(space[0]) < len(keys): space = [x.new_empty(len(keys), *x.shape[1:]) for x in (p.k, p.v)]
         k, v = (torch.index_select(x, 0, keys, out=s[:len(keys)]).view(len(rows), -1, x.shape[-1]) for x,
@@ -96,15 +106,18 @@ def _chunks(p: _Problem) -> Iterator[_Chunk]:
 
 
 def _hidden(p: _Problem, rows: Tensor, index: Tensor) -> Tensor | None:
-    "Scores that do not count: keys past the end of a text, keys after their query. None where all count."
-    if p.ends is None and not p.causal: return None
-    _, heads, _, blocks, size = p.shape
-    ends, starts = None if p.ends is None else p.ends[rows // (blocks * heads)][:, None], rows % blocks * size
-    if not p.causal and not (index[:, -1:] * size + size > ends).any(): return None
+    "Scores that do not count: keys at padding, keys after their query. None where all count."
+    if p.spans is None and not p.causal: return None
+    _, heads, _, blocks, _, size = p.shape
+    first, hidden = rows % blocks * size, None
+    if p.spans is not None:
+        starts, ends, offsets = p.spans[rows // (blocks * heads)][:, :, None].unbind(1)
+        if not p.causal and not ((index[:, -1:] * size + size > ends) | (index[:, :1] * size < starts)).any():
+            return None
     keys = (index[:, :, None] * size + torch.arange(size)).flatten(1)
-    hidden = None if ends is None else (keys >= ends)[:, None]
+    if p.spans is not None: hidden, first = ((keys >= ends) | (keys < starts))[:, None], first + offsets[:, 0]
     if p.causal:
-        later = keys[:, None] > starts[:, None, None] + torch.arange(size)[:, None]
+        later = keys[:, None] > first[:, None, None] + torch.arange(size)[:, None]
         hidden = later if hidden is None else hidden | later
     return hidden
 
@@ -122,11 +135,11 @@ def _by_block(scores: Tensor, size: int) -> Tensor:  # (rows, block_size, kept, 
     return scores.view(*scores.shape[:2], -1, size)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None,
+def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, spans: Tensor | None,
             gate: Tensor | None,
             block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     "Output like q, and the logarithm of the weights' sum (batch, heads, seq), +inf where nothing is kept."
-    p = _problem(q, k, v, row_counts, row_index, lengths, block_size, causal)
+    p = _problem(q, k, v, row_counts, row_index, spans, block_size, causal)
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     out, lse = torch.zeros(p.q.shape, dtype=q.dtype), torch.full(p.q.shape[:2], torch.inf, dtype=wide)
     for chunk in _chunks(p):
@@ -145,20 +158,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
         out[chunk.rows] = torch.bmm(weights, v_kept).div_(total.masked_fill(total == 0, 1)).to(out.dtype)
         lse[chunk.rows] = torch.where(total == 0, torch.inf, largest + total.log()).squeeze(-1)
     out, lse = _whole(out, q), lse.view(*q.shape[:2], -1)[..., :q.shape[2]].contiguous()
-    if lengths is not None:
-        past = (torch.arange(q.shape[2]) >= lengths[:, None])[:, None]
-        out, lse = out.masked_fill_(past[..., None], 0), lse.masked_fill_(past, torch.inf)
+    if spans is not None:
+        padding = _padding(spans, q.shape[2], spans[:, 2:])
+        out, lse = out.masked_fill_(padding, 0), lse.masked_fill_(padding.squeeze(-1), torch.inf)
     return out, lse
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor,
-             row_index: Tensor, lengths: Tensor | None,
+             row_index: Tensor, spans: Tensor | None,
              gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None, block_size: int,
              causal: bool, scale: float,
              ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     "Gradients of q, k, v and, where there is a gate, of it."
-    p = _problem(q, k, v, row_counts, row_index, lengths, block_size, causal)
-    if lengths is not None: grad = grad.masked_fill((torch.arange(q.shape[2]) >= lengths[:, None])[:, None, :, None], 0)
+    p = _problem(q, k, v, row_counts, row_index, spans, block_size, causal)
+    if spans is not None: grad = grad.masked_fill(_padding(spans, q.shape[2], spans[:, 2:]), 0)
     wide = lse.dtype
     grads, delta = _blocks(grad, block_size), _blocks((grad.to(wide) * out.to(wide)).sum(-1, keepdim=True), block_size)
     outs, lse = _blocks(out, block_size), _blocks(lse[..., None], block_size)
@@ -203,7 +216,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
         add_to_keys(chunk, torch.bmm(dscores.transpose(1, 2), q_kept), torch.bmm(weights.transpose(1, 2), grad_kept),
                     scale)
     if audit_counts is not None:
-        audited = _problem(q, k, v, audit_counts, audit_index, lengths, block_size, causal)
+        audited = _problem(q, k, v, audit_counts, audit_index, spans, block_size, causal)
         for chunk in _chunks(audited):
             weights, slope, *_ = weights_and_slope(chunk)
             set_gate(chunk, _by_block(slope.mul_(weights), block_size))

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 
-def fits(q: Tensor, k: Tensor, row_counts: Tensor, lengths: Tensor | None, gate: Tensor | None) -> bool:
-    plain = gate is None and lengths is None and q.shape[1] == k.shape[1] and q.dtype == torch.float32
+def fits(q: Tensor, k: Tensor, row_counts: Tensor, spans: Tensor | None, gate: Tensor | None) -> bool:
+    plain = gate is None and spans is None and q.shape[1] == k.shape[1] and q.dtype == torch.float32
     return plain and bool((row_counts == row_counts.shape[-1]).all())
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: None, gate: None,
+def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, spans: None, gate: None,
             block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     "Output like q, and the logarithm of the weights' sum (batch, heads, seq)."
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -17,7 +17,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor,
-             row_index: Tensor, lengths: None,
+             row_index: Tensor, spans: None,
              gate: None, audit_counts: None, audit_index: None, block_size: int, causal: bool,
              scale: float) -> tuple[Tensor, Tensor, Tensor, None]:
     "Gradients of q, k and v."

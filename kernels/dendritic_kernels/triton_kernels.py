@@ -267,6 +267,11 @@ def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
+def _lengths(spans: Tensor | None) -> Tensor | None:
+    "Where keys end: these kernels take queries and keys that both begin at 0."
+    return None if spans is None else spans[:, 1].contiguous()
+
+
 def launch_options(kernel, dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Warps and stages: as few and as many as go without register spills and with the shared memory of an A100
     (`compile_check`)."""
@@ -286,10 +291,11 @@ def _common(q: Tensor, k: Tensor, v: Tensor, index: Tensor, lengths: Tensor | No
                        PRECISION="ieee" if q.dtype == torch.float32 else "tf32")
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, lengths: Tensor | None,
+def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, spans: Tensor | None,
             gate: Tensor | None,
             block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     "Output like q, and the logarithm of the weights' sum (batch, heads, seq), +inf where nothing is kept."
+    lengths = _lengths(spans)
     q, k, v = _rows_contiguous(q, k, v)
     sizes, settings = _common(q, k, v, row_index, lengths, gate, block_size, causal)
     gate = gate if gate is None else gate.contiguous()
@@ -305,10 +311,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, row_counts: Tensor,
              row_index: Tensor, col_counts: Tensor, col_index: Tensor,
-             lengths: Tensor | None, gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None,
+             spans: Tensor | None, gate: Tensor | None, audit_counts: Tensor | None, audit_index: Tensor | None,
              block_size: int, causal: bool, scale: float,
              ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     "Gradients of q, k, v and, where there is a gate, of it."
+    lengths = _lengths(spans)
     q, k, v = _rows_contiguous(q, k, v)
     grad, gate = grad.contiguous(), gate if gate is None else gate.contiguous()
     sizes, settings = _common(q, k, v, row_index, lengths, gate, block_size, causal)

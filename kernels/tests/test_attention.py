@@ -3,7 +3,8 @@
 import pytest
 import torch
 from dendritic_kernels import BlockLists, attention, block_sparse_attention
-from problems import problem, results
+from dendritic_kernels.reference import dense_attention
+from problems import check, problem, results
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -102,6 +103,7 @@ def test_flex_agrees():
     call = lambda backend: block_sparse_attention(q, k, v, lists_of(mask, 70, 16), causal=True,
                                                   lengths=torch.tensor([60]), backend=backend)
     torch.testing.assert_close(call("flex"), call("dense"))
+    check("flex", seq=70, queries=20, dim=32, block=16, causal=True, ragged=True, padded=True, grads=False)
     with pytest.raises(ValueError, match="no gradient on a CPU"):
         block_sparse_attention(q.requires_grad_(), k, v, lists_of(mask, 70, 16), backend="flex")
 
@@ -136,6 +138,92 @@ def test_flops_count_what_is_kept():
     assert backward.get_total_flops() == 5 * 2 * int(mask.sum()) * 8 * 8 * 16
 
 
+ANY = ["cpu", "cpp", "auto", "sdpa", "dense"]
+
+
+@pytest.mark.parametrize("backend", ANY)
+def test_chunks_of_queries_give_the_attention_of_the_sequence(backend):
+    "Chunked prefill: the causal attention of all queries at once, also where chunks do not end with blocks."
+    q, k, v, mask = problem(seq=80, block=16, dim=32)
+    mask[..., 0] = True
+    expected = dense_attention(q, k, v, mask[..., :1, :].expand_as(mask), 16, causal=True)  # the same in each row
+    for size in (16, 23, 1, 80):
+        for first in range(0, 80 - size, size):
+            part, end = q[:, :, first:first + size], first + size
+            kept = mask[..., :1, :-(-end // 16)].expand(-1, -1, -(-size // 16), -1)
+            out = block_sparse_attention(part, k[:, :, :end], v[:, :, :end], BlockLists.from_mask(kept, end, 16, size),
+                                         query_offset=first, causal=True, backend=backend)
+            torch.testing.assert_close(out, expected[:, :, first:end], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ANY)
+def test_a_static_cache_is_read_up_to_the_query(backend):
+    "Keys of full length, of which the later ones are not written yet; a text's position may be its own."
+    q, k, v, mask = problem(seq=64, queries=1, block=16, dim=32)
+    lists = BlockLists.from_mask(mask | True, 64, 16, 1)
+    at = torch.tensor([5, 40])
+    out = block_sparse_attention(q, k, v, lists, query_offset=at, causal=True, backend=backend)
+    for b, end in enumerate((at + 1).tolist()):
+        k[b, :, end:] = v[b, :, end:] = 1e4
+        one = block_sparse_attention(q[b:b + 1], k[b:b + 1, :, :end], v[b:b + 1, :, :end],
+                                     BlockLists.from_mask(mask[:1, :, :, :-(-end // 16)] | True, end, 16, 1),
+                                     query_offset=end - 1, causal=True, backend=backend)
+        torch.testing.assert_close(out[b:b + 1], one, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(block_sparse_attention(q, k, v, lists, query_offset=at, causal=True, backend=backend),
+                               out)
+
+
+@pytest.mark.parametrize("backend", ANY)
+@pytest.mark.parametrize("causal", [False, True])
+def test_left_padding_changes_nothing(backend, causal):
+    q, k, v, mask = problem(seq=48, block=16, dim=32)
+    mask |= True
+    out = block_sparse_attention(q, k, v, lists_of(mask, 48, 16), causal=causal, backend=backend)
+    for pad in (5, 16, 21):
+        blocks = -(-(48 + pad) // 16)
+        longer = lambda x: torch.cat([torch.full_like(x[:, :, :pad], torch.nan if backend == "cpp" else 1e4), x], 2)
+        lists = lists_of(torch.ones(*mask.shape[:2], blocks, blocks, dtype=torch.bool), 48 + pad, 16)
+        padded = block_sparse_attention(longer(q), longer(k), longer(v), lists, starts=torch.tensor([pad, pad]),
+                                        causal=causal, backend=backend)
+        torch.testing.assert_close(padded[:, :, pad:], out, rtol=1e-4, atol=1e-5)
+        assert not padded[:, :, :pad].any()
+
+
+@pytest.mark.parametrize("backend", ANY)
+@pytest.mark.parametrize("sizes", [
+    dict(queries=20, causal=True, padded=True), dict(queries=1, causal=True, ragged=True, padded=True),
+    dict(queries=33, causal=True, seq=90), dict(queries=37, ragged=True), dict(padded=True, causal=True, density=0.2),
+    dict(queries=50, padded=True, kv_heads=1), dict(queries=17, causal=True, density=0.0),
+], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_offsets_and_padding_agree_with_the_reference(backend, sizes, gated):
+    if gated and backend in ("sdpa", "dense"): pytest.skip("takes no gate, or is the reference")
+    for seed in range(3): check(backend, gated=gated, seed=seed, **dict(seq=70, dim=32, block=16) | sizes)
+
+
+def test_an_offset_that_does_nothing():
+    q, k, v, mask = problem(seq=48, block=16)
+    call = lambda **change: block_sparse_attention(q, k, v, lists_of(mask, 48, 16), causal=True, **change)
+    assert torch.equal(call(), call(query_offset=0)) and torch.equal(call(), call(starts=torch.tensor([0, 0])))
+
+
+def test_compile_takes_offsets():
+    q, k, v, mask = problem(queries=12)
+    lists = BlockLists.from_mask(mask, 37, 8, 12)
+    call = lambda q, k, v, at: block_sparse_attention(q, k, v, lists, query_offset=at, causal=True)
+    compiled = torch.compile(call, fullgraph=True)
+    for at in (3, 4, 25, torch.tensor([3, 9])): torch.testing.assert_close(compiled(q, k, v, at), call(q, k, v, at))
+
+
+def test_flops_of_a_part():
+    "A block that no query sees, and one before the text, are not counted."
+    q, k, v, mask = problem(seq=32, queries=8)
+    with FlopCounterMode(display=False) as counter:
+        block_sparse_attention(q, k, v, BlockLists.from_mask(mask | True, 32, 8, 8), query_offset=16, causal=True,
+                               starts=torch.tensor([8, 0]))
+    assert counter.get_total_flops() == 2 * 2 * 4 * (2 + 3) * 8 * 8 * 16
+
+
 good = problem()
 lists = lists_of(good[3])
 
@@ -152,13 +240,24 @@ lists = lists_of(good[3])
     (dict(v=good[2][..., :8]), ValueError, "k and v must be"),
     (dict(k=torch.zeros(2, 3, 37, 16), v=torch.zeros(2, 3, 37, 16)), ValueError, "multiple of k's 3"),
     (dict(lists=good[3]), TypeError, "BlockLists"),
-    (dict(lists=lists_of(good[3][..., :4, :4], 32)), ValueError, "lists are for 32 tokens"),
+    (dict(lists=lists_of(good[3][..., :4, :4], 32)), ValueError, "lists are for 32 keys"),
     (dict(lists=lists_of(good[3][:1])), ValueError, r"\(1, 4\) \(batch, heads\)"),
     (dict(lengths=[37, 37]), TypeError, "int32 or int64"),
     (dict(lengths=torch.tensor([37.0, 37.0])), TypeError, "int32 or int64"),
     (dict(lengths=torch.tensor([37])), ValueError, r"lengths must be \(2,\)"),
     (dict(lengths=torch.tensor([37, 38])), ValueError, "0 to 37"),
     (dict(lengths=torch.tensor([-1, 3])), ValueError, "0 to 37"),
+    (dict(starts=torch.tensor([0, 38])), ValueError, "starts must be 0 to 37"),
+    (dict(starts=0.5), TypeError, "starts must be an int32 or int64 tensor"),
+    (dict(query_offset=1), ValueError, "query_offset must be 0 to 0, got 1"),
+    (dict(query_offset=torch.tensor([0, 1])), ValueError, "query_offset must be 0 to 0"),
+    (dict(query_offset=torch.tensor(0)), ValueError, r"query_offset must be \(2,\), got \(\)"),
+    (dict(query_offset=1.0), TypeError, "query_offset must be an int or an int32 or int64 tensor"),
+    (dict(q=good[0][:, :, :8]), ValueError, "lists are for 37 queries, q has 8"),
+    (dict(q=good[0][:, :, :8], lists=BlockLists.from_mask(good[3][:, :, :1], 37, 8, 8)), ValueError,
+     "query_offset must be given for 8 queries and 37 keys"),
+    (dict(q=good[0][:, :, :8], lists=BlockLists.from_mask(good[3][:, :, :1], 37, 8, 8), query_offset=30), ValueError,
+     "query_offset must be 0 to 29, got 30"),
     (dict(gate=torch.ones(2, 4, 5, 5, dtype=torch.int32)), TypeError, "gate must be"),
     (dict(gate=torch.ones(2, 4, 5, 4)), ValueError, r"\(2, 4, 5, 5\)"),
     (dict(audit=lists), ValueError, "audit needs a gate"),

@@ -12,11 +12,12 @@ from problems import check, problem
 @given(seed=st.integers(0, 10**6), batch=st.integers(1, 3), kv_heads=st.integers(1, 2), groups=st.integers(1, 3),
        seq=st.integers(1, 70), dim=st.sampled_from([1, 16, 33]),
        block=st.sampled_from([1, 8, 16]), density=st.sampled_from([0, 0.1, 0.5, 0.9, 1]),
-       causal=st.booleans(), ragged=st.booleans(), gated=st.booleans(), chunk=st.sampled_from([1, 2**10, 2**19]))
-def test_agrees_with_the_reference(groups, kv_heads, chunk, **sizes):
+       causal=st.booleans(), ragged=st.booleans(), padded=st.booleans(), part=st.sampled_from([0, 0.1, 0.6, 1]),
+       gated=st.booleans(), chunk=st.sampled_from([1, 2**10, 2**19]))
+def test_agrees_with_the_reference(groups, kv_heads, chunk, part, **sizes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "CHUNK", chunk)
-        check("cpu", heads=kv_heads * groups, kv_heads=kv_heads, **sizes)
+        check("cpu", heads=kv_heads * groups, kv_heads=kv_heads, queries=max(1, round(part * sizes["seq"])), **sizes)
 
 
 needs_compiler = pytest.mark.skipif(cpp._library()[1] is not None, reason=f"C++ backend: {cpp._library()[1]}")
@@ -27,9 +28,10 @@ needs_compiler = pytest.mark.skipif(cpp._library()[1] is not None, reason=f"C++ 
 @given(seed=st.integers(0, 10**6), batch=st.integers(1, 3), kv_heads=st.integers(1, 2), groups=st.integers(1, 3),
        seq=st.integers(1, 150), dim=st.sampled_from([1, 16, 33, 64, 128]),
        block=st.sampled_from([16, 48, 64]), density=st.sampled_from([0, 0.1, 0.5, 0.9, 1]),
-       causal=st.booleans(), ragged=st.booleans(), gated=st.booleans())
-def test_cpp_agrees_with_the_reference(groups, kv_heads, **sizes):
-    check("cpp", heads=kv_heads * groups, kv_heads=kv_heads, **sizes)
+       causal=st.booleans(), ragged=st.booleans(), padded=st.booleans(), part=st.sampled_from([0, 0.1, 0.6, 1]),
+       gated=st.booleans())
+def test_cpp_agrees_with_the_reference(groups, kv_heads, part, **sizes):
+    check("cpp", heads=kv_heads * groups, kv_heads=kv_heads, queries=max(1, round(part * sizes["seq"])), **sizes)
 
 
 @needs_compiler

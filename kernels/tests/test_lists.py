@@ -23,6 +23,17 @@ def test_lists_hold_the_mask(seed, blocks, density):
     BlockLists(lists.row_counts, lists.row_index, lists.col_counts, lists.col_index, blocks * 4 - 1, 4)
 
 
+def test_fewer_queries_than_keys():
+    mask = torch.tensor([[[[True, False, True], [False, True, True]]]])
+    lists = BlockLists.from_mask(mask, 11, 4, query_len=6)
+    assert torch.equal(lists.block_mask(), mask)
+    assert lists.col_counts.tolist() == [[[1, 1, 2]]] and lists.col_index.shape == (1, 1, 3, 2)
+    BlockLists(*(getattr(lists, name) for name in BlockLists.__dataclass_fields__))  # passes its own checks
+    assert torch.equal(BlockLists.from_scores(mask.float(), 0.5, 11, 4, 6).block_mask(), mask)
+    with pytest.raises(ValueError, match=r"\(batch, heads, 3, 3\) for 9 queries and 11 keys"):
+        BlockLists.from_mask(mask, 11, 4, query_len=9)
+
+
 def test_from_scores():
     scores = torch.tensor([[[[0.1, 0.9], [float("nan"), 0.5]]]])
     assert BlockLists.from_scores(scores, 0.4).block_mask().tolist() == [[[[False, True], [False, True]]]]
@@ -73,7 +84,10 @@ def by_hand(**change):
     (dict(row_index=torch.zeros(1, 1, 2, 2)), TypeError, "int32"),
     (dict(row_index=[[[0, 1]]]), ValueError, r"row_index must be \(1, 1, 2, 2\)"),
     (dict(row_counts=[1, 1]), ValueError, r"\(batch, heads, q_blocks\)"),
-    (dict(seq_len=9), ValueError, "9 tokens"),
+    (dict(seq_len=9), ValueError, "8 queries and 9 keys"),
+    (dict(seq_len=9, query_len=9), ValueError, "9 tokens"),
+    (dict(query_len=9), ValueError, "query_len must be at most seq_len, 8, got 9"),
+    (dict(query_len=4), ValueError, r"row_counts must be \(1, 1, 1\) for 4 queries and 8 keys"),
 ])
 def test_refused_lists_made_by_hand(change, error, message):
     with pytest.raises(error, match=message): by_hand(**change)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from dendritic_kernels import BlockLists, block_sparse_attention
 from problems import check, problem
 
 pytest.importorskip("triton")
@@ -22,8 +23,21 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda") 
 def test_agrees_with_the_reference(sizes, dtype): check("triton", device=DEVICE, dtype=dtype, **{"block": 16} | sizes)
 
 
+def test_what_it_does_not_take():
+    "Queries that begin later than keys, and left padding; `auto` then takes another backend."
+    q, k, v, mask = (x.to(DEVICE) for x in problem(queries=16, seq=48, block=16))
+    call = lambda **change: block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 48, 16, 16), query_offset=7,
+                                                   causal=True, **change)
+    with pytest.raises(NotImplementedError, match="query_offset"): call(backend="triton")
+    torch.testing.assert_close(call(), call(backend="dense"))
+    q = torch.cat([q, q, q], 2)
+    call = lambda **change: block_sparse_attention(q, k, v, BlockLists.from_mask(mask.expand(-1, -1, 3, -1), 48, 16),
+                                                   starts=torch.tensor([0, 20]).to(DEVICE), causal=True, **change)
+    with pytest.raises(NotImplementedError, match="starts"): call(backend="triton")
+    torch.testing.assert_close(call(), call(backend="dense"))
+
+
 def test_lists_in_one_launch():
-    from dendritic_kernels import BlockLists
     from dendritic_kernels.triton_kernels import build_lists
     for blocks, density in [(1, 1.0), (3, 0.5), (8, 0.0), (5, 0.7)]:
         mask = problem(seq=blocks * 8, density=density)[3]
