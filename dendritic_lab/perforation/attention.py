@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,28 +20,25 @@ from dendritic_kernels import BlockLists, block_sparse_attention
 from .interface import (
     Attachment, handlers_of, is_causal, read_mask, unreached_modules)
 from .selectors import (
-    SELECTORS, Layout, check_sparsity, keep_blocks, visible_blocks, visible_tokens)
+    SELECTORS, Layout, check_sparsity, keep_blocks, visible_blocks)
 
-# %% ../../nbs/perforation/02_attention.ipynb #9a2b422e
+# %% ../../nbs/perforation/02_attention.ipynb #68b8fe91
 def sparse_attention(
     q: Tensor,  # (batch, heads, queries, head_dim)
     k: Tensor,  # (batch, kv_heads, keys, head_dim)
     v: Tensor,  # like k
-    kept: Tensor,  # (batch or 1, heads or 1, q_blocks, k_blocks) bool, within what the layout lets see
+    kept: Tensor,  # (batch or 1, heads or 1, q_blocks, k_blocks) bool
     layout: Layout,
     scale: float | None = None,  # None: head_dim ** -0.5
-) -> tuple[Tensor, bool]:  # (batch, heads, queries, head_dim), and whether the kernel was used
-    "Attention over the kept blocks. A query that sees nothing, or stands past its text's end, gives zeros."
+) -> Tensor:  # (batch, heads, queries, head_dim)
+    "Attention over the kept blocks. A query that sees nothing, or stands at padding, gives zeros."
     batch, heads = q.shape[:2]
-    kept = kept.expand(batch, heads, -1, -1)
-    if layout.queries == layout.keys and layout.starts is None:
-        lists = BlockLists.from_mask(kept, layout.keys, layout.block_size)
-        ends = layout.ends if layout.ends is None else torch.tensor(layout.ends, device=q.device)
-        return block_sparse_attention(q, k, v, lists, lengths=ends, causal=layout.causal, scale=scale), True
-    tokens = kept.repeat_interleave(layout.block_size, -2)[:, :, :layout.queries]
-    tokens = tokens.repeat_interleave(layout.block_size, -1)[..., :layout.keys] & visible_tokens(layout, q.device)
-    out = F.scaled_dot_product_attention(q, k, v, tokens, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out.masked_fill(~tokens.any(-1, keepdim=True), 0), False
+    lists = BlockLists.from_mask(kept.expand(batch, heads, -1, -1), layout.keys, layout.block_size, layout.queries)
+    starts, ends = (place if place is None else torch.tensor(place, device=q.device).expand(batch)
+                    for place in (layout.starts, layout.ends))
+    offset = layout.offset if layout.queries < layout.keys else None
+    return block_sparse_attention(q, k, v, lists, lengths=ends, starts=starts, query_offset=offset,
+                                  causal=layout.causal, scale=scale)
 
 # %% ../../nbs/perforation/02_attention.ipynb #feff8369
 @dataclass
@@ -50,7 +46,7 @@ class LayerCount:
     "What happened at one attention module."
     calls: int = 0
     sparse: int = 0
-    masked: int = 0  # of the sparse calls, those that could not use the kernel
+    masked: int = 0  # of the sparse calls, those that the kernel for GPUs does not take
     kept: Tensor | float = 0.0  # (heads,) blocks, in sparse calls
     seen: Tensor | float = 0.0  # (heads,) blocks that could be seen
     dense: Counter = field(default_factory=Counter)  # dense calls by reason
@@ -73,7 +69,7 @@ class Perforation:
 
     def __init__(self, model: nn.Module, selectors: Sequence[nn.Module] | nn.Module, sparsity: float | Sequence,
                  block_size: int, min_tokens: int, dense_layers: Collection[int]):
-        self.place = Attachment(model, self)
+        self.place = Attachment(model, self, nearest=True)
         try:
             self.names = list(self.place.names.values())
             layers = len(self.names)
@@ -135,9 +131,9 @@ class Perforation:
             kept = kept.expand(*q.shape[:2], -1, -1)
             count.kept = count.kept + kept.sum((0, 2, 3))
             count.seen = count.seen + visible_blocks(layout, q.device)[0].expand_as(kept).sum((0, 2, 3))
-        out, kernel = sparse_attention(q, k, v, kept, layout, scale)
+        out = sparse_attention(q, k, v, kept, layout, scale)
         count.sparse += 1
-        count.masked += not kernel
+        count.masked += q.is_cuda and (layout.starts is not None or layout.queries < layout.keys)
         return out.transpose(1, 2).contiguous(), None
 
     def report(self, heads: bool = False) -> pd.DataFrame:  # a row for each layer, or for each of its heads
@@ -145,7 +141,8 @@ class Perforation:
 
         - `layer`, `name`: of the attention module; `head`: of its heads, if asked for
         - `calls`, `sparse_calls`, `dense_calls`: how many, and how many were which
-        - `masked_calls`: sparse calls that had to use a mask instead of the kernel
+        - `masked_calls`: sparse calls on a GPU, with padding on the left or with queries that are a part of the keys,
+          which are computed with a mask: right, and not faster than dense
         - `dropped`: share of the visible blocks that were dropped in sparse calls
         - `why`: reasons of the dense calls
         """

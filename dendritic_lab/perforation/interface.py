@@ -133,7 +133,7 @@ def former_implementation(module: nn.Module) -> str:
 @torch.compiler.disable
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
            **kwargs) -> tuple[Tensor, Tensor | None]:
-    "What the registry calls: the module's handlers, the last one first, then its own attention."
+    "What the registry calls: the module's handlers from the outermost on, then its own attention."
     answer = partial(dense_attention, module, former=former_implementation(module))
     for handler in _handlers.get(module, ()): answer = partial(handler, module, proceed=answer)
     return answer(query, key, value, attention_mask, **kwargs)
@@ -146,7 +146,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 class Attachment:
     "One handler's place at a model."
 
-    def __init__(self, model: nn.Module, handler: Handler):
+    def __init__(self, model: nn.Module, handler: Handler, nearest: bool = False):  # to the attention, of all handlers
         "Raises `ValueError` naming what is not reached."
         modules = attention_modules(model)
         self.handler, self.listening = handler, 0
@@ -157,7 +157,9 @@ class Attachment:
         for seat in self.seats:
             seat.users += 1
             seat.config._attn_implementation_internal = NAME
-        for module in modules.values(): _handlers.setdefault(module, []).append(handler)
+        for module in modules.values():
+            others = _handlers.setdefault(module, [])
+            others.insert(0 if nearest else len(others), handler)
         self.hooks = [h for part in parts for h in (
             part.register_forward_pre_hook(partial(self.listen, 1), with_kwargs=True),
             part.register_forward_hook(partial(self.listen, -1), with_kwargs=True, always_call=True))]
@@ -181,7 +183,7 @@ class Attachment:
 
 
 def handlers_of(model: nn.Module) -> list[Handler]:
-    "Who answers for a model's attention, the first one first."
+    "Who hears or answers a model's attention, the nearest to it first."
     return [h for m in model.modules() for h in _handlers.get(m, ())]
 
 # %% ../../nbs/perforation/01_interface.ipynb #a82cb0c0
