@@ -279,8 +279,7 @@ def test_rows_do_not_starve_each_other():
     assert torch.equal(kept, keep_blocks(scores + offsets, layout, 0.7))
     seen, _ = visible_blocks(layout, scores.device)
     assert abs(1 - kept.sum() / seen.expand_as(kept).sum() - 0.7) < 0.01
-    share = kept.sum(-1) / seen.sum(-1)
-    assert share[..., 16:].max() - share[..., 16:].min() < 0.06
+    assert kept.sum(-1)[..., 16:].aminmax().max - kept.sum(-1)[..., 16:].aminmax().min <= 1
 
 
 @pytest.mark.parametrize("offset,queries", [(0, 90), (37, 53), (64, 20)])

@@ -100,12 +100,12 @@ def row_budgets(
     seen, forced = (x.sum(-1).double() for x in visible_blocks(layout, device))
     keep = 1 - torch.tensor(sparsity, dtype=torch.float64, device=device).reshape(-1, 1)
     total = (keep * seen.sum(-1, keepdim=True)).round()
-    low, high = torch.zeros_like(total), torch.ones_like(total)
+    low, high = torch.zeros_like(total), torch.full_like(total, layout.blocks[1])
     for _ in range(40):
-        rate = (low + high) / 2
-        fits = torch.maximum(forced, rate * seen).sum(-1, keepdim=True) <= total
-        low, high = torch.where(fits, rate, low), torch.where(fits, high, rate)
-    upto = torch.maximum(forced, high * seen).cumsum(-1).add(0.5).floor()
+        number = (low + high) / 2
+        fits = torch.maximum(forced, number.minimum(seen)).sum(-1, keepdim=True) <= total
+        low, high = torch.where(fits, number, low), torch.where(fits, high, number)
+    upto = torch.maximum(forced, high.minimum(seen)).cumsum(-1).add(0.5).floor()
     return torch.diff(upto, dim=-1, prepend=torch.zeros_like(upto[..., :1])).clamp(min=forced, max=seen).long()
 
 # %% ../../nbs/perforation/00_selectors.ipynb #7da221de
