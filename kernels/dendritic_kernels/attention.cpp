@@ -247,7 +247,7 @@ struct Queries {
     all = std::min(call.size, call.queries - first);
     width = (all + LANES - 1) / LANES * LANES;
     position = first + (call.spans ? call.spans[pair / call.heads * 3 + 2] : 0);
-    begin = std::max<int64_t>(0, call.start(pair) - position);
+    begin = std::min(all, std::max<int64_t>(0, call.start(pair) - position));
     stop = std::max(begin, std::min(all, call.end(pair) - position));
   }
 

@@ -1,4 +1,4 @@
-"""Block-sparse attention on a CPU with a small C++ function, compiled for this processor on first use.
+"""Block-sparse attention on a CPU with a small C++ file, compiled for this processor on first use.
 
 The library is kept in the user's cache directory under a name that holds a digest of the source and of how it was
 compiled, so a change of either builds another, and two processes that build at once do not disturb each other.

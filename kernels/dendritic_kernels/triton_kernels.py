@@ -277,7 +277,8 @@ def launch_options(kernel, dim: int, dtype: torch.dtype, capability: int) -> dic
     (`compile_check`). `capability` is the GPU's compute capability times ten."""
     if dtype == torch.float32: return dict(num_warps=16, num_stages=1)  # exact products, without tensor cores
     if dim <= 64: return dict(num_warps=8 if kernel is _query_grad_kernel else 4, num_stages=3)
-    return dict(num_warps=4 if kernel is _query_grad_kernel and capability >= 100 else 8, num_stages=2)
+    if kernel is _query_grad_kernel and capability >= 100: return dict(num_warps=4, num_stages=1)
+    return dict(num_warps=8, num_stages=2)
 
 
 def _capability(x: Tensor) -> int:
