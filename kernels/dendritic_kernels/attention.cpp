@@ -247,7 +247,7 @@ struct Queries {
     all = std::min(call.size, call.queries - first);
     width = (all + LANES - 1) / LANES * LANES;
     position = first + (call.spans ? call.spans[pair / call.heads * 3 + 2] : 0);
-    begin = std::max<int64_t>(0, call.start(pair) - position);
+    begin = std::min(all, std::max<int64_t>(0, call.start(pair) - position));
     stop = std::max(begin, std::min(all, call.end(pair) - position));
   }
 
@@ -276,10 +276,58 @@ struct Keys {
   }
 };
 
+// A block of one query, as in decoding: its output (dim), and the log-sum where any key is seen. Here features stand in the
+// vectors, for a vector of queries would be almost empty. `space` has room for size + 2 * LANES * LANES + dim floats.
+static void forward_one(const Call& call, int64_t pair, const Queries& rows, float* out, float* lse, const int32_t* index, int64_t count, const float* gates, float* space) {
+  const int64_t dim = call.dim;
+  float *scores = space, *partial = scores + call.size, *turned = partial + LANES * LANES, *q = turned + LANES * LANES;
+  const float factor = call.scale * LOG2E;
+  for (int64_t d = 0; d < dim; d++) q[d] = call.q[rows.at * dim + d] * factor;
+  float largest = -INFINITY, total = 0.0f;
+  for (int64_t i = 0; i < count; i++) {
+    const Keys keys(call, pair, index[i], rows);
+    if (keys.count == 0) continue;
+    const float *k = call.k + (call.kv(pair) * call.keys + keys.first) * dim, *v = call.v + (call.kv(pair) * call.keys + keys.first) * dim;
+    for (int64_t c = 0; c < keys.count; c += LANES) {
+      for (int64_t l = 0; l < LANES; l++) {
+        const float* key = k + std::min(c + l, keys.count - 1) * dim;
+        Floats sum{};
+        for (int64_t d = 0; d < dim; d += LANES) sum += load(key + d) * load(q + d);
+        store(partial + l * LANES, sum);
+      }
+      turn(partial, LANES, turned, LANES);
+      Floats sum{};
+      for (int64_t l = 0; l < LANES; l++) sum += load(turned + l * LANES);
+      store(scores + c, sum);
+    }
+    const int64_t width = (keys.count + LANES - 1) / LANES * LANES;
+    std::fill(scores + keys.count, scores + width, -INFINITY);
+    Floats tops = load(scores);
+    for (int64_t c = LANES; c < width; c += LANES) tops = max(load(scores + c), tops);
+    float top = tops[0];
+    for (int l = 1; l < LANES; l++) top = top > tops[l] ? top : tops[l];
+    const float open = gates ? std::log2(gates[index[i]]) : 0.0f, most = top + open > largest ? top + open : largest;
+    const float safe = most == -INFINITY ? 0.0f : most, base = safe - open, shrink = std::exp2(largest - safe);
+    Floats weights{};
+    for (int64_t c = 0; c < width; c += LANES) {
+      const Floats x = exp2(load(scores + c) - base);
+      store(scores + c, x);
+      weights += x;
+    }
+    total *= shrink;
+    for (int l = 0; l < LANES; l++) total += weights[l];
+    largest = most;
+    if (shrink != 1.0f) for (int64_t d = 0; d < dim; d++) out[d] *= shrink;
+    product<true>(scores, 0, 1, v, out, 1, keys.count, dim);
+  }
+  if (total != 0.0f) *lse = largest / LOG2E + std::log(total);
+  for (int64_t d = 0; d < dim; d++) out[d] = total != 0.0f ? out[d] / total : 0.0f;
+}
+
 static void forward(const Call& call, float* out, float* lse,               // lse (batch, heads, queries), +inf where nothing is kept
                     const int32_t* counts, const int32_t* index) {          // row lists
   const int64_t size = call.size, dim = call.dim, blocks = call.query_blocks(), key_blocks = call.key_blocks();
-  const int64_t needed = size * (size + 2 * dim + 2);
+  const int64_t needed = size * (size + 2 * dim + 2) + 2 * LANES * LANES + dim;
   Aligned buffers(call.threads * needed);
   Pool::run(call.threads, call.batch * call.heads * blocks, [&](int64_t task, int thread) {
     const int64_t pair = task / blocks;
@@ -290,6 +338,8 @@ static void forward(const Call& call, float* out, float* lse,               // l
     std::memset(to, 0, sizeof(float) * rows.all * dim);
     std::fill(sums, sums + rows.all, INFINITY);
     if (rows.begin == rows.stop || counts[task] == 0) return;
+    if (rows.all == 1 && dim % LANES == 0)
+      return forward_one(call, pair, rows, to, sums, index + task * key_blocks, counts[task], call.gate ? call.gate + task * key_blocks : nullptr, scores);
     rows.turned(call.q, dim, call.scale * LOG2E, turned);
     std::fill(sum, sum + width * dim, 0.0f);
     std::fill(largest, largest + width, -INFINITY);

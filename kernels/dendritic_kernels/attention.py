@@ -43,8 +43,8 @@ def block_sparse_attention(
     Gradients reach q, k, v and, exactly, the gate of every kept block: dL/dgate is the sum over the block of
     w * (dL/dw - delta), where w is the weight without the gate (Dao et al. 2022 give dL/dw and delta).
 
-    Backends: `triton` (NVIDIA GPUs), `cpu` (PyTorch), `cpp` (C++, compiled on first use; float32 forward, with the
-    gradients of `cpu`; falls back to `cpu` with a warning that says why), `flex` (PyTorch's FlexAttention), `sdpa`
+    Backends: `triton` (NVIDIA GPUs), `cpu` (PyTorch), `cpp` (C++, compiled on first use, computes in float32; falls
+    back to `cpu` with a warning that says why), `flex` (PyTorch's FlexAttention), `sdpa`
     (PyTorch's dense attention with a mask), `dense` (written out, also float64). `auto` takes the fastest that fits.
     `flex` and `sdpa` take no gate, `triton` no `starts` and no `query_offset`.
 

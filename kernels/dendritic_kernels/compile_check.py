@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, compile
 from . import triton_kernels as kernels
 
 # bytes that one program may use: CUDA C++ Programming Guide, technical specifications per compute capability
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 DTYPES = dict(fp16=torch.float16, bf16=torch.bfloat16, fp32=torch.float32)
 POINTERS = dict(scores="{dtype}", q="{dtype}", k="{dtype}", v="{dtype}", out="{dtype}", grad="{dtype}", dq="{dtype}",
                 dk="{dtype}", dv="{dtype}", lse="fp32", delta="fp32", gate="fp32", dgate="fp32",
@@ -43,7 +43,8 @@ def compile_variant(kernel, capability: int, dtype: str = "fp16", **constants):
         elif name in ("scale", "threshold"): signature[name] = "fp32"
         else: signature[name] = "i32"
         if signature[name].startswith("*") or name.startswith("stride"): attrs[(i,)] = [["tt.divisibility", 16]]
-    options = kernels.launch_options(kernel, constants["DIM"], DTYPES[dtype]) if "DIM" in constants else {}
+    options = {}
+    if "DIM" in constants: options = kernels.launch_options(kernel, constants["DIM"], DTYPES[dtype], capability)
     return compile(ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs),
                    target=GPUTarget("cuda", capability, 32), options=options)
 
@@ -83,7 +84,7 @@ def main(arguments=None) -> int:
     for kernel, settings, dtype in variants():
         compiled = compile_variant(kernel, capability, dtype, **settings)
         registers, spilled = resources(compiled)
-        tensor_cores = re.search(r"wgmma|mma\.sync", compiled.asm["ptx"]) is not None
+        tensor_cores = re.search(r"wgmma|mma\.sync|tcgen05\.mma", compiled.asm["ptx"]) is not None
         exact = dtype == "fp32"
         fits = compiled.metadata.shared <= SHARED_MEMORY[capability]
         good = spilled <= (16 if exact else 0) and fits and (tensor_cores or exact)

@@ -1,4 +1,4 @@
-"""Block-sparse attention on a CPU with a small C++ function, compiled for this processor on first use.
+"""Block-sparse attention on a CPU with a small C++ file, compiled for this processor on first use.
 
 The library is kept in the user's cache directory under a name that holds a digest of the source and of how it was
 compiled, so a change of either builds another, and two processes that build at once do not disturb each other.
@@ -26,7 +26,8 @@ def _lanes() -> int: return PROCESSORS.get(torch.backends.cpu.get_cpu_capability
 
 def why_not(q: Tensor, block_size: int) -> str | None:
     "Why this backend cannot take these tensors, or None."
-    if q.dtype != torch.float32: return f"it takes float32, not {q.dtype}"
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it takes float32, float16 and bfloat16, not {q.dtype}"
     if block_size % _lanes():
         return f"the block size must be a multiple of {_lanes()} on this processor, got {block_size}"
     return _library()[1]
@@ -62,6 +63,11 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
     return library, None
 
 
+def _floats(*tensors: Tensor | None) -> list[Tensor | None]:
+    "Contiguous, in float32, in which everything is computed."
+    return [x if x is None else x.float().contiguous() for x in tensors]
+
+
 def _address(x: Tensor | None) -> int | None: return None if x is None else x.data_ptr()
 
 
@@ -78,12 +84,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
             gate: Tensor | None,
             block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     "Output like q, and the logarithm of the weights' sum (batch, heads, seq), +inf where nothing is kept."
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    gate = gate if gate is None else gate.float().contiguous()
+    dtype, (q, k, v, gate) = q.dtype, _floats(q, k, v, gate)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     _call(_library()[0].block_sparse_forward, q, k, v, spans, gate, block_size, causal, scale, out, lse, row_counts,
           row_index)
-    return out, lse
+    return out.to(dtype), lse
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, col_counts: Tensor,
@@ -91,8 +96,8 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
              audit_index: Tensor | None, block_size: int, causal: bool,
              scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     "Gradients of q, k, v and, where there is a gate, of it."
-    grad, q, k, v = grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
-    gate_type, gate = gate if gate is None else gate.dtype, gate if gate is None else gate.float().contiguous()
+    dtypes = q.dtype, None if gate is None else gate.dtype
+    grad, out, q, k, v, gate = _floats(grad, out, q, k, v, gate)
     heads, threads = q.shape[0] * q.shape[1], torch.get_num_threads()
     # with few heads a thread takes a part of one's key blocks, and the gradients of queries are summed
     parts = 1 if threads == 1 or heads >= 2 * threads else min(-(-4 * threads // heads), col_counts.shape[-1])
@@ -102,4 +107,5 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     _call(_library()[0].block_sparse_backward, q, k, v, spans, gate, block_size, causal, scale, grad, out, lse, dq, dk,
           dv, dgate, parts, col_counts, col_index, audit_counts, audit_index)
     if q.shape[1] != k.shape[1]: dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
-    return dq[0] if parts == 1 else dq.sum(0), dk, dv, None if gate is None else dgate.to(gate_type)
+    dq = dq[0] if parts == 1 else dq.sum(0)
+    return *(x.to(dtypes[0]) for x in (dq, dk, dv)), None if gate is None else dgate.to(dtypes[1])

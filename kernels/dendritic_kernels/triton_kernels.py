@@ -272,11 +272,19 @@ def _lengths(spans: Tensor | None) -> Tensor | None:
     return None if spans is None else spans[:, 1].contiguous()
 
 
-def launch_options(kernel, dim: int, dtype: torch.dtype) -> dict[str, int]:
+def launch_options(kernel, dim: int, dtype: torch.dtype, capability: int) -> dict[str, int]:
     """Warps and stages: as few and as many as go without register spills and with the shared memory of an A100
-    (`compile_check`)."""
+    (`compile_check`). `capability` is the GPU's compute capability times ten."""
     if dtype == torch.float32: return dict(num_warps=16, num_stages=1)  # exact products, without tensor cores
-    return dict(num_warps=8 if dim > 64 or kernel is _query_grad_kernel else 4, num_stages=3 if dim <= 64 else 2)
+    if dim <= 64: return dict(num_warps=8 if kernel is _query_grad_kernel else 4, num_stages=3)
+    if kernel is _query_grad_kernel and capability >= 100: return dict(num_warps=4, num_stages=1)
+    return dict(num_warps=8, num_stages=2)
+
+
+def _capability(x: Tensor) -> int:
+    if not x.is_cuda: return 80  # Triton's interpreter
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return 10 * major + minor
 
 
 def _common(q: Tensor, k: Tensor, v: Tensor, index: Tensor, lengths: Tensor | None, gate: Tensor | None,
@@ -299,13 +307,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
     q, k, v = _rows_contiguous(q, k, v)
     sizes, settings = _common(q, k, v, row_index, lengths, gate, block_size, causal)
     gate = gate if gate is None else gate.contiguous()
-    blocks = row_index.shape[-1]
+    blocks, kind = row_index.shape[-1], (q.shape[-1], q.dtype, _capability(q))
     out, lse = torch.empty(q.shape, dtype=q.dtype,
                            device=q.device), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with _on(q):
         _forward_kernel[(blocks * q.shape[0] * q.shape[1],)](q, k, v, out, lse, row_counts, row_index, lengths, gate,
                                                              scale, *sizes, **settings,
-                                                             **launch_options(_forward_kernel, q.shape[-1], q.dtype))
+                                                             **launch_options(_forward_kernel, *kind))
     return out, lse
 
 
@@ -324,13 +332,13 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(q.shape, dtype=torch.float32 if shared else q.dtype, device=q.device) for _ in range(2))
     dgate = None if gate is None else torch.zeros(gate.shape, dtype=torch.float32, device=gate.device)
-    blocks, batch = row_index.shape[-1], q.shape[0]
-    grid, queries = (blocks * batch * q.shape[1],), launch_options(_query_grad_kernel, q.shape[-1], q.dtype)
+    blocks, batch, kind = row_index.shape[-1], q.shape[0], (q.shape[-1], q.dtype, _capability(q))
+    grid, queries = (blocks * batch * q.shape[1],), launch_options(_query_grad_kernel, *kind)
     with _on(q):
         _query_grad_kernel[grid](q, k, v, grad, lse, delta, row_counts, row_index, lengths, gate, dq, dgate, scale,
                                  *sizes, AUDIT=False, **settings, **queries)
         _key_grad_kernel[grid](q, k, v, grad, lse, delta, col_counts, col_index, lengths, gate, dk, dv, scale, *sizes,
-                               **settings, **launch_options(_key_grad_kernel, q.shape[-1], q.dtype))
+                               **settings, **launch_options(_key_grad_kernel, *kind))
         if audit_counts is not None:
             _query_grad_kernel[grid](q, k, v, grad, lse, delta, audit_counts, audit_index, lengths, gate, dq, dgate,
                                      scale, *sizes, AUDIT=True, **settings, **queries)

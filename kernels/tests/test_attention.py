@@ -108,15 +108,18 @@ def test_flex_agrees():
         block_sparse_attention(q.requires_grad_(), k, v, lists_of(mask, 70, 16), backend="flex")
 
 
-def test_operator():
+@pytest.mark.parametrize("backend", ["cpu", "cpp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operator(backend, dtype):
     "PyTorch's own checks: schema, autograd, and a fake implementation that agrees with the real one."
     from dendritic_kernels.attention import _attention
-    q, k, v, mask = problem(batch=1, seq=13)  # a ragged last block
-    lists = lists_of(mask, 13)
+    q, k, v, mask = problem(batch=1, seq=29, queries=23, block=16, dtype=dtype)  # ragged last blocks
+    lists = BlockLists.from_mask(mask, 29, 16, 23)
     torch.library.opcheck(_attention, (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), lists.row_counts,
                                        lists.row_index, lists.col_counts, lists.col_index,
-                                       None, torch.ones(mask.shape,
-                                                        requires_grad=True), None, None, 8, False, 0.25, "cpu"))
+                                       torch.tensor([[1, 28, 5]], dtype=torch.int32),
+                                       torch.ones(mask.shape, requires_grad=True), None, None, 16, True, 0.25, backend),
+                           atol=1e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -5,7 +5,7 @@ import torch
 from dendritic_kernels import BlockLists, block_sparse_attention, cpp, cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import check, problem
+from problems import check, problem, results
 
 
 @settings(max_examples=60, deadline=None, print_blob=True)
@@ -32,6 +32,48 @@ needs_compiler = pytest.mark.skipif(cpp._library()[1] is not None, reason=f"C++ 
        gated=st.booleans())
 def test_cpp_agrees_with_the_reference(groups, kv_heads, part, **sizes):
     check("cpp", heads=kv_heads * groups, kv_heads=kv_heads, queries=max(1, round(part * sizes["seq"])), **sizes)
+
+
+@needs_compiler
+@pytest.mark.parametrize("gated", [False, True])
+def test_cpp_is_exact(gated):
+    "Output and gradients within 1e-5 of the reference's, at a head's usual sizes."
+    q, k, v, mask = problem(seq=500, queries=300, heads=4, dim=64, block=64)
+    gate = [torch.rand(mask.shape) + 0.1] * gated
+    settings = dict(causal=True, query_offset=torch.tensor([100, 200]), starts=torch.tensor([0, 30]),
+                    lengths=torch.tensor([450, 500]))
+    lists, weight = BlockLists.from_mask(mask, 500, 64, 300), torch.randn_like(q)
+    call = lambda backend, *x: results(lambda q, k, v, gate=None: block_sparse_attention(
+        q, k, v, lists, gate=gate, backend=backend, **settings), x, weight)
+    for found, expected in zip(call("cpp", q, k, v, *gate),
+                               call("dense", *(x.double() for x in (q, k, v, *gate)))):
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dim", [16, 33, 64])
+@pytest.mark.parametrize("gated", [False, True])
+def test_cpp_one_query(dim, gated):
+    "As in decoding; also where nothing is kept, and where all that is kept is padding."
+    for seed, density in enumerate((0.0, 0.2, 0.5, 1.0)):
+        check("cpp", seed=seed, queries=1, seq=150, block=32, dim=dim, causal=True, ragged=True, padded=True,
+              gated=gated, density=density)
+        check("cpp", seed=seed, queries=1, seq=150, block=32, dim=dim, gated=gated, density=density)
+
+
+@needs_compiler
+def test_cpp_layouts():
+    "Views that are not contiguous, also of the gradient."
+    q, k, v, mask = problem(seq=70, queries=40, block=16, dim=24)
+    lists = BlockLists.from_mask(mask, 70, 16, 40)
+    call = lambda *x: block_sparse_attention(*x, lists, query_offset=30, causal=True, backend="cpp")
+    expected = results(call, [q, k, v], q)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    out = call(*turned)
+    grads = torch.autograd.grad(out.transpose(1, 2), turned, q.transpose(1, 2).contiguous())
+    for a, b in zip((out, *grads), expected): torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    one, = torch.autograd.grad(call(*turned).sum(), turned[:1])  # an expanded gradient
+    torch.testing.assert_close(one.double(), results(call, [q, k, v], torch.ones_like(q))[1], rtol=1e-5, atol=1e-5)
 
 
 @needs_compiler
@@ -73,7 +115,10 @@ def test_a_compiler_that_fails(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype): check("cpu", dtype=dtype, causal=True, ragged=True)
+@pytest.mark.parametrize("backend", ["cpu", "cpp"])
+def test_half_precision(backend, dtype):
+    if backend == "cpp" and cpp._library()[1]: pytest.skip(cpp._library()[1])
+    check(backend, dtype=dtype, causal=True, ragged=True, block=16, gated=True)
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -50,7 +50,7 @@ def test_lists_in_one_launch():
                     assert torch.equal(built.cpu(), expected)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles_without_spills(capability):
     "In a process of its own, because the interpreter is chosen at import."
     import os
