@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from dendritic_lab.perforation import (
-    Layout, Oracle, PooledTopK, WindowSink, attention_mass, keep_blocks, perforate, prune_cache)
+    DistilledGate, Layout, Oracle, PooledTopK, WindowSink, attention_mass, gate_loss, keep_blocks, perforate,
+    prune_cache)
 from dendritic_lab.perforation.selectors import visible_blocks, visible_tokens
 
 from transformers import (
@@ -151,6 +152,19 @@ def test_a_window_that_holds_the_text_is_no_window():
     assert handle.report().sparse_calls.tolist() in ([1, 1], [2, 2])
 
 
+@pytest.mark.parametrize("way", ["module", "keyword"])
+def test_causal_or_not_is_said_by_the_module_or_by_a_keyword(way):
+    model = make(DECODERS["llama"]())
+    causal, given = model(IDS).logits, dict(is_causal=False) if way == "keyword" else {}
+    if way == "module":
+        for layer in model.model.layers: layer.self_attn.is_causal = False
+    before = model(IDS, **given).logits
+    assert (before - causal).abs().max() > 1e-2
+    with perforate(model, sparsity=ALL, **SMALL) as handle:
+        torch.testing.assert_close(model(IDS, **given).logits, before, atol=1e-4, rtol=1e-4)
+    assert handle.report().sparse_calls.tolist() == [1, 1]
+
+
 def test_packed_texts_and_masks_of_ones_own():
     model = make(DECODERS["llama"]())
     packed = torch.cat([torch.arange(50), torch.arange(40)])[None]
@@ -268,6 +282,17 @@ def test_restored_in_any_order_and_after_an_error():
     (lambda: nn.Linear(2, 2), "Linear")])
 def test_what_is_not_reached_is_named(build, named):
     with pytest.raises(ValueError, match=named): perforate(build())
+
+
+@torch.enable_grad()
+def test_a_gate_learns_after_the_same_sizes_were_used_for_inference():
+    layout = Layout(90, 90, 16, causal=True, starts=(0, 20))
+    q, k, gate = torch.randn(2, 4, 90, 8), torch.randn(2, 2, 90, 8), DistilledGate(4, 2, 8)
+    with torch.inference_mode(): keep_blocks(gate(q, k, layout), layout, 0.5)
+    scores = gate(q, k, layout)
+    gate_loss(scores, attention_mass(q, k, layout), layout).backward()
+    assert keep_blocks(scores, layout, 0.5).any()
+    assert all(p.grad.abs().sum() > 0 for p in gate.parameters())
 
 
 def test_rows_do_not_starve_each_other():

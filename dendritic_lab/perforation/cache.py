@@ -147,7 +147,9 @@ class CachePruning:
         for i, layer in full.items():
             if self.method == "recent": scores = recent_scores(valid, self.sinks)
             else:
-                scores = self.votes[i].masked_fill(~valid[:, None], -torch.inf)
+                votes = self.votes[i]
+                if layer.keys.shape[1] == 1: votes = votes.mean(1, keepdim=True)  # a cache that all heads share
+                scores = votes.masked_fill(~valid[:, None], -torch.inf)
             cache.layers[i] = keep_tokens(layer, scores, number)
             self.rows.append(dict(layer=i, length=length, tokens=tokens, kept=number, bytes_before=bytes_of(layer),
                                   bytes_after=bytes_of(cache.layers[i])))

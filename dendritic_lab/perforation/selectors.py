@@ -119,7 +119,7 @@ def keep_blocks(
         raise ValueError(f"scores must be (batch, heads, {layout.blocks[0]}, {layout.blocks[1]})"
                          f", got {tuple(scores.shape)}")
     seen, forced = visible_blocks(layout, scores.device)
-    ranked = scores.float().nan_to_num(nan=-torch.inf).clamp(-1e30, 1e30)
+    ranked = scores.detach().float().nan_to_num(nan=-torch.inf).clamp(-1e30, 1e30)
     ranked = ranked.masked_fill(forced, torch.inf).masked_fill(~seen, -torch.inf)
     budget = row_budgets(layout, sparsity, scores.device)[..., None]
     batch, heads = (max(a, b) for a, b in zip(ranked.shape[:2], budget.shape[:2]))
