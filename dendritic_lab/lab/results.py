@@ -18,9 +18,10 @@ from .reference import experiments_of_record, notebooks, system_of, table_cell, 
 
 # %% ../../nbs/lab/11_results.ipynb #cd2d5b05
 def systems(root: Path) -> dict[str, str]:
-    "Title of each system that has a tutorial, by its id."
+    "Title of each system that has experiments and a tutorial of its name, by its id."
     titles = {re.sub(r"^\d+_", "", p.stem): title_and_line(p)[0] for p in notebooks(root, "tutorials")}
-    return {system: re.split("[:,]", title)[0] for system, title in titles.items()}
+    asked = {system_of(experiment.notebook) for experiment in experiments_of_record(root).values()}
+    return {system: re.split("[:,]", title)[0] for system, title in titles.items() if system in asked}
 
 # %% ../../nbs/lab/11_results.ipynb #b9bc6ac9
 @dataclass(frozen=True)
