@@ -220,7 +220,10 @@ def summary_line(answers: list[Answer]) -> str:
     others = {"inconsistent": "inconsistent in themselves", "measured elsewhere": "measured elsewhere only",
               "cannot be run here": "cannot be run here", "not run": "not run"}
     rest = ", ".join(f"{count(status)} {words}" for status, words in others.items() if count(status))
-    if not direct + counts: return f"No claim has been measured directly yet; of {len(answers)}: {rest or 'none'}."
+    counted = [f"{count('confirmed')} of {counts} counts confirmed"] * bool(counts)
+    if not direct:
+        found = "; ".join([*counted, rest or "none"])
+        return f"No claim has been measured directly yet; of {len(answers)}: {found}."
     return (f"{count('reproduced')} of {direct} measured claims reproduced ({count('not reproduced')} not, "
             f"{count('undecided')} undecided), {count('confirmed')} of {counts} counts confirmed; the others: {rest}.")
 
