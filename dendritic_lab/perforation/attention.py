@@ -100,7 +100,7 @@ class Perforation:
         "What the call's queries see, or why it must be dense."
         if q.shape[2] == 1: return "one query"
         if layer in self.dense_layers: return "dense layer"
-        if not any(torch.tensor(self.sparsity[layer]).flatten()): return "sparsity 0"
+        if not torch.tensor(self.sparsity[layer]).any(): return "sparsity 0"
         if q.shape[2] < self.block_size or k.shape[2] < self.min_tokens: return "fewer tokens"
         if self.place.weights_wanted or getattr(module.config, "output_attentions", False): return "attention weights"
         for name, reason in UNSUPPORTED.items():
