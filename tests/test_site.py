@@ -163,7 +163,7 @@ def test_readme_shows_what_the_runs_of_record_say(root, file):
 
 
 def test_readme_is_short(root):
-    assert len(MARKED.sub("", (root / "README.md").read_text(encoding="utf-8")).split()) <= 800
+    assert len((root / "README.md").read_text(encoding="utf-8").split()) <= 1200
 
 
 def test_an_experiment_is_added_in_one_place(checkout, tmp_path):

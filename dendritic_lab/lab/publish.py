@@ -18,7 +18,7 @@ from .reference import (
     imported_modules, module_pages, notebooks, page_of, stage_modules, stage_notebooks, title_and_line)
 from .report import render_math, write_html
 from .results import (
-    AGAIN, Result, cards, own_table, results, results_table, section, system_title, systems)
+    AGAIN, Result, cards, main_result, own_table, results, results_table, section, system_title, systems)
 from .tutorials import stage_tutorials
 
 # %% ../../nbs/lab/13_publish.ipynb #6096be92
@@ -72,8 +72,8 @@ def table_of(root: Path, name: str) -> str:
 
 # %% ../../nbs/lab/13_publish.ipynb #daaebb18
 def main_picture(root: Path) -> str:
-    "The first figure of the results as Markdown for README; empty where none has one."
-    result = next((r for r in results(root) if r.figure), None)
+    "The figure of the main result of all as Markdown for README; empty where none has one."
+    result = main_result([r for r in results(root) if r.figure])
     if not result: return ""
     return f"![{result.summary['caption']}]({result.figure.relative_to(root)})\n\n{result.summary['sentence']}"
 
