@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .interface import Attachment, attention_modules, seen_by
-from .selectors import DistilledGate, Layout, grouped_products, visible_blocks
+from .selectors import DistilledGate, Layout, grouped_products
 
 # %% ../../nbs/perforation/03_cache.ipynb #bfb80072
 class PrunedLayer(DynamicLayer):
@@ -68,14 +68,12 @@ def window_votes(
     return weights.mean(2).unflatten(1, (k.shape[1], -1)).mean(2)
 
 
-def gate_votes(gate: DistilledGate, q: Tensor, k: Tensor, start: Sequence[int] | None, block_size: int,
+def gate_votes(gate: DistilledGate, q: Tensor, k: Tensor, start: Sequence[int] | None,
                scale: float) -> Tensor:  # (batch, kv_heads, keys)
-    "A gate's share of each block of keys, for the last queries. `start`: first key of each text."
-    layout = Layout(q.shape[2], k.shape[2], block_size, True, k.shape[2] - q.shape[2], start and tuple(start))
-    seen = visible_blocks(layout, q.device)[0]
-    shares = gate(q, k, layout, scale).masked_fill(~seen, -1e30).softmax(-1)
-    votes = shares.mean(2).unflatten(1, (k.shape[1], -1)).mean(2)
-    return votes.repeat_interleave(block_size, -1)[..., :k.shape[2]]
+    "A gate's share of each pool of keys, for the last queries. `start`: first key of each text."
+    layout = Layout(q.shape[2], k.shape[2], gate.pool_size, True, k.shape[2] - q.shape[2], start and tuple(start))
+    votes = gate(q, k, layout, scale).mean(2).unflatten(1, (k.shape[1], -1)).mean(2)
+    return votes.repeat_interleave(gate.pool_size, -1)[..., :k.shape[2]]
 
 # %% ../../nbs/perforation/03_cache.ipynb #a43d22c2
 METHODS = ("recent", "snap", "gate")
@@ -85,9 +83,9 @@ class CachePruning:
     "Handle of a model whose cache is pruned; `prune_cache` makes it. It is a context manager that restores the model."
 
     def __init__(self, model: nn.Module, keep: float, method: str, window: int, sinks: int, kernel_size: int,
-                 gate: Sequence[DistilledGate] | None, block_size: int):
+                 gate: Sequence[DistilledGate] | None):
         self.keep, self.method, self.window, self.sinks = keep, method, window, sinks
-        self.kernel_size, self.gate, self.block_size = kernel_size, gate, block_size
+        self.kernel_size, self.gate = kernel_size, gate
         self.votes: dict[int, Tensor] = {}  # of each layer, in this forward pass
         self.starts: list[int] | None = None  # of each text, in this forward pass
         self.rows: list[dict] = []
@@ -113,7 +111,7 @@ class CachePruning:
                 self.votes[layer] = F.pad(votes, (0, self.window), value=torch.inf)
             else:
                 starts = None if seen is None else seen[:, 0, -1].int().argmax(-1).tolist()
-                votes = gate_votes(self.gate[layer], last, k.detach(), starts, self.block_size, scale)
+                votes = gate_votes(self.gate[layer], last, k.detach(), starts, scale)
                 self.votes[layer] = F.pad(votes[..., :-self.window], (0, self.window), value=torch.inf)
         return proceed(q, k, v, mask, **kwargs)
 
@@ -184,7 +182,6 @@ def prune_cache(
     sinks: int = 4,  # first tokens that "recent" always keeps
     kernel_size: int = 5,  # odd; tokens over which votes of "snap" are averaged
     gate: Sequence[DistilledGate] | None = None,  # one for each layer, for "gate"
-    block_size: int = 64,  # of the gate, in tokens
 ) -> CachePruning:
     """Prune a model's dynamic caches after each prompt, until the handle restores it.
 
@@ -192,11 +189,11 @@ def prune_cache(
     """
     if not 0 < keep <= 1: raise ValueError(f"keep must be above 0 and at most 1, got {keep}")
     if method not in METHODS: raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    if min(window, block_size) < 1 or sinks < 0 or kernel_size < 1 or kernel_size % 2 == 0:
+    if window < 1 or sinks < 0 or kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"expected window >= 1, sinks >= 0 and an odd kernel_size"
                          f", got {window}, {sinks} and {kernel_size}")
     if (method == "gate") != (gate is not None):
         raise ValueError("method 'gate' needs gate=, a trained DistilledGate for each layer, and no other method does")
     if gate is not None and len(gate) != (layers := len(attention_modules(model))):
         raise ValueError(f"expected {layers} gates, one for each layer, got {len(gate)}")
-    return CachePruning(model, keep, method, window, sinks, kernel_size, gate, block_size)
+    return CachePruning(model, keep, method, window, sinks, kernel_size, gate)

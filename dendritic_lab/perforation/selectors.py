@@ -8,8 +8,9 @@ __all__ = ['SELECTORS', 'Layout', 'visible_tokens', 'visible_blocks', 'row_budge
            'check_sparsity']
 
 # %% ../../nbs/perforation/00_selectors.ipynb #c79e38c4
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -165,10 +166,30 @@ def grouped_products(q: Tensor, k: Tensor) -> Tensor:
 
 # %% ../../nbs/perforation/00_selectors.ipynb #41ac61c5
 class PooledTopK(nn.Module):
-    "Scores (batch, heads, q_blocks, k_blocks): products of mean queries and mean keys. Nothing is learned."
+    """Scores (batch, heads, q_blocks, k_blocks): attention between means of a few tokens, summed over each block of keys
+    and averaged over the queries that see anything. Nothing is learned.
+
+    Pools have `pool_size` tokens, or its greatest common divisor with the block size. Raises `ValueError` below 1.
+    """
+
+    def __init__(self, pool_size: int = 8):
+        super().__init__()
+        if pool_size < 1: raise ValueError(f"pool_size must be at least 1, got {pool_size}")
+        self.pool_size = pool_size
+
+    def summaries(self, q: Tensor, k: Tensor, fine: Layout) -> tuple[Tensor, Tensor]:
+        "What stands for pools of queries (batch, heads, q_pools, n) and of keys (batch, kv_heads, k_pools, n)."
+        return pooled(q, k, fine)
 
     def forward(self, q: Tensor, k: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-        return grouped_products(*pooled(q, k, layout)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        fine = replace(layout, block_size=math.gcd(self.pool_size, layout.block_size))
+        seen, _ = visible_blocks(fine, q.device)
+        logits = grouped_products(*self.summaries(q, k, fine)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+        mass = logits.masked_fill(~seen, -1e30).softmax(-1).masked_fill(~seen, 0)
+        many, (rows, columns) = layout.block_size // fine.block_size, layout.blocks
+        mass = F.pad(mass, (0, columns * many - mass.shape[-1], 0, rows * many - mass.shape[-2]))
+        seeing = F.pad(seen.any(-1), (0, rows * many - seen.shape[-2])).unflatten(-1, (-1, many)).sum(-1)
+        return mass.unflatten(-1, (-1, many)).sum(-1).unflatten(-2, (-1, many)).sum(-2) / seeing[..., None].clamp(min=1)
 
 # %% ../../nbs/perforation/00_selectors.ipynb #0e5324c7
 @torch.no_grad()
@@ -198,8 +219,8 @@ class Oracle(nn.Module):
         return attention_mass(q, k, layout, scale)
 
 # %% ../../nbs/perforation/00_selectors.ipynb #b29abe05
-class DistilledGate(nn.Module):
-    """Scores (batch, heads, q_blocks, k_blocks) of one layer from pooled queries and keys through linear maps.
+class DistilledGate(PooledTopK):
+    """Scores like `PooledTopK`'s of one layer, from pools that have gone through linear maps.
 
     - `queries` (heads, head_dim, rank): of the mean query
     - `keys` (kv_heads, 3 * head_dim, rank): of mean, maximum and minimum of the keys
@@ -207,8 +228,9 @@ class DistilledGate(nn.Module):
     Raises `ValueError` for sizes that do not fit.
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, rank: int | None = None):  # None: head_dim
-        super().__init__()
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, rank: int | None = None,  # None: head_dim
+                 pool_size: int = 8):
+        super().__init__(pool_size)
         rank = rank or head_dim
         if min(num_heads, num_kv_heads, head_dim, rank) < 1 or num_heads % num_kv_heads:
             raise ValueError(f"expected positive sizes and groups of equal size, got {num_heads} heads,"
@@ -216,32 +238,25 @@ class DistilledGate(nn.Module):
         self.queries = nn.Parameter(torch.eye(head_dim, rank).repeat(num_heads, 1, 1))
         self.keys = nn.Parameter(torch.eye(3 * head_dim, rank).repeat(num_kv_heads, 1, 1))
 
-    def forward(self, q: Tensor, k: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
+    def summaries(self, q: Tensor, k: Tensor, fine: Layout) -> tuple[Tensor, Tensor]:
         if (q.shape[1], k.shape[1]) != (len(self.queries), len(self.keys)):
             raise ValueError(f"the gate is for {len(self.queries)} heads and {len(self.keys)} of keys"
                              f", got {q.shape[1]} and {k.shape[1]}")
-        mean_q, mean_k = pooled(q, k, layout)
-        spread = k.masked_fill(~layout.valid(k.device)[:, None, :, None], -torch.inf)
-        short = -layout.keys % layout.block_size
+        mean_q, mean_k = pooled(q, k, fine)
+        padding, short = ~fine.valid(k.device)[:, None, :, None], -fine.keys % fine.block_size
         largest, smallest = (
-            F.pad(x, (0, 0, 0, short), value=-torch.inf).unflatten(2, (-1, layout.block_size)).amax(3).mul(sign)
-            .nan_to_num(posinf=0.0, neginf=0.0)
-            for x, sign in ((spread, 1), ((-k).masked_fill(spread.isneginf(), -torch.inf), -1)))
-        keys = torch.cat([mean_k, largest, smallest], -1).float() @ self.keys
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return grouped_products(mean_q.float() @ self.queries, keys) * scale
+            F.pad(x.masked_fill(padding, -torch.inf), (0, 0, 0, short), value=-torch.inf)
+            .unflatten(2, (-1, fine.block_size)).amax(3).nan_to_num(neginf=0.0) for x in (k, -k))
+        return mean_q.float() @ self.queries, torch.cat([mean_k, largest, -smallest], -1).float() @ self.keys
 
 # %% ../../nbs/perforation/00_selectors.ipynb #910ae5ba
 def gate_loss(
-    scores: Tensor,  # (batch, heads, q_blocks, k_blocks) of a gate, as logits
+    scores: Tensor,  # (batch, heads, q_blocks, k_blocks) of a gate: rows sum to 1, or to 0 if they see nothing
     mass: Tensor,  # like scores: what `attention_mass` gives
-    layout: Layout,
 ) -> Tensor:  # scalar
-    "KL divergence of the scores' softmax from the true attention, averaged over rows that see anything."
-    seen, _ = visible_blocks(layout, scores.device)
-    shares = scores.float().masked_fill(~seen, -1e30).log_softmax(-1)
-    rows = (seen.any(-1) & (mass.sum(-1) > 0)).expand(mass.shape[:3])
-    return F.kl_div(shares, mass, reduction="none").masked_fill(~seen, 0).sum(-1)[rows].mean()
+    "KL divergence of the true attention from the scores, averaged over rows that see anything."
+    rows = mass.sum(-1) > 0
+    return F.kl_div(scores.float().clamp(min=1e-9).log(), mass, reduction="none").sum(-1)[rows].mean()
 
 # %% ../../nbs/perforation/00_selectors.ipynb #8bf533f4
 SELECTORS = {"pooled": PooledTopK, "window": WindowSink, "oracle": Oracle}
