@@ -166,8 +166,8 @@ def grouped_products(q: Tensor, k: Tensor) -> Tensor:
 
 # %% ../../nbs/perforation/00_selectors.ipynb #41ac61c5
 class PooledTopK(nn.Module):
-    """Scores (batch, heads, q_blocks, k_blocks): attention between means of a few tokens, summed over each block of keys
-    and averaged over the queries that see anything. Nothing is learned.
+    """Scores (batch, heads, q_blocks, k_blocks): attention between means of a few tokens, summed over each block of
+    keys and averaged over the queries that see anything. Nothing is learned.
 
     Pools have `pool_size` tokens, or its greatest common divisor with the block size. Raises `ValueError` below 1.
     """
@@ -184,7 +184,8 @@ class PooledTopK(nn.Module):
     def forward(self, q: Tensor, k: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
         fine = replace(layout, block_size=math.gcd(self.pool_size, layout.block_size))
         seen, _ = visible_blocks(fine, q.device)
-        logits = grouped_products(*self.summaries(q, k, fine)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        logits = grouped_products(*self.summaries(q, k, fine)).float() * scale
         mass = logits.masked_fill(~seen, -1e30).softmax(-1).masked_fill(~seen, 0)
         many, (rows, columns) = layout.block_size // fine.block_size, layout.blocks
         mass = F.pad(mass, (0, columns * many - mass.shape[-1], 0, rows * many - mass.shape[-2]))
