@@ -2,4 +2,5 @@
 
 from .attention import Perforation, perforate
 from .cache import CachePruning, PrunedLayer, prune_cache
+from .calibration import distil_gates, head_budgets, head_costs, tune_gates
 from .selectors import DistilledGate, Layout, Oracle, PooledTopK, WindowSink, attention_mass, gate_loss, keep_blocks

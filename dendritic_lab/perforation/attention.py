@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pandas as pd
 import torch
@@ -30,15 +31,26 @@ def sparse_attention(
     kept: Tensor,  # (batch or 1, heads or 1, q_blocks, k_blocks) bool
     layout: Layout,
     scale: float | None = None,  # None: head_dim ** -0.5
+    taught: Tensor | None = None,  # scores like kept, above 0, that are to learn which blocks are worth keeping
 ) -> Tensor:  # (batch, heads, queries, head_dim)
-    "Attention over the kept blocks. A query that sees nothing, or stands at padding, gives zeros."
+    """Attention over the kept blocks. A query that sees nothing, or stands at padding, gives zeros.
+
+    The gradient of log(taught) is what it would be if the weights of each block were multiplied by a gate of value one,
+    also for visible blocks that are dropped.
+    """
     batch, heads = q.shape[:2]
-    lists = BlockLists.from_mask(kept.expand(batch, heads, -1, -1), layout.keys, layout.block_size, layout.queries)
+    lists_of = lambda kept: BlockLists.from_mask(
+        kept.expand(batch, heads, -1, -1), layout.keys, layout.block_size, layout.queries)
+    gate = audit = None
+    if taught is not None:
+        logs = taught.clamp(min=1e-9).log().expand(batch, heads, -1, -1)
+        gate = (logs - logs.detach()).exp()
+        audit = lists_of(visible_blocks(layout, q.device)[0] & ~kept)
     starts, ends = (place if place is None else torch.tensor(place, device=q.device).expand(batch)
                     for place in (layout.starts, layout.ends))
     offset = layout.offset if layout.queries < layout.keys else None
-    return block_sparse_attention(q, k, v, lists, lengths=ends, starts=starts, query_offset=offset,
-                                  causal=layout.causal, scale=scale)
+    return block_sparse_attention(q, k, v, lists_of(kept), lengths=ends, starts=starts, query_offset=offset,
+                                  causal=layout.causal, scale=scale, gate=gate, audit=audit)
 
 # %% ../../nbs/perforation/02_attention.ipynb #feff8369
 @dataclass
@@ -124,14 +136,21 @@ class Perforation:
             count.dense[layout] += 1
             if layout == "attention weights": kwargs["output_attentions"] = True
             return proceed(q, k, v, mask, **kwargs)
-        scale = kwargs.get("scaling")
+        dense = partial(proceed, q, k, v, mask, **kwargs)
         k, v = k[:, :, :layout.keys], v[:, :, :layout.keys]
+        return self.answer(layer, q, k, v, layout, kwargs.get("scaling"), dense)
+
+    def answer(self, layer: int, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None,
+               dense: Callable) -> tuple[Tensor, None]:
+        "Answer a call that can be sparse; `dense()` would be the model's own answer."
+        selector, count = self.selectors[layer], self.counts[layer]
+        learns = torch.is_grad_enabled() and any(p.requires_grad for p in selector.parameters())
+        with torch.set_grad_enabled(learns): scores = selector(q.detach(), k.detach(), layout, scale)
         with torch.no_grad():
-            kept = keep_blocks(self.selectors[layer](q, k, layout, scale), layout, self.sparsity[layer])
-            kept = kept.expand(*q.shape[:2], -1, -1)
+            kept = keep_blocks(scores, layout, self.sparsity[layer]).expand(*q.shape[:2], -1, -1)
             count.kept = count.kept + kept.sum((0, 2, 3))
             count.seen = count.seen + visible_blocks(layout, q.device)[0].expand_as(kept).sum((0, 2, 3))
-        out = sparse_attention(q, k, v, kept, layout, scale)
+        out = sparse_attention(q, k, v, kept, layout, scale, scores if learns else None)
         count.sparse += 1
         count.masked += q.is_cuda and (layout.starts is not None or layout.queries < layout.keys)
         return out.transpose(1, 2).contiguous(), None
