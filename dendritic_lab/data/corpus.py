@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PACKAGES', 'NOT_SOURCES', 'CORPUS', 'FORMAT', 'package_sources', 'read_domain', 'texts_of', 'clean', 'cut_code',
-           'Corpus', 'load_corpus', 'make_corpus', 'open_corpus', 'corpus_blocks']
+           'Corpus', 'load_corpus', 'make_corpus', 'open_corpus', 'corpus_blocks', 'long_texts']
 
 # %% ../../nbs/data/14_corpus.ipynb #c2b74c67
 import hashlib
@@ -168,3 +168,28 @@ def corpus_blocks(
         each = max(tokens // length // len(corpus.records), 1)
         mixtures[split] = mix(corpus.ids[split], length, most=each)
     return mixtures
+
+# %% ../../nbs/data/14_corpus.ipynb #1c6309ee
+def long_texts(
+    domains: Sequence[str],  # of `CORPUS`
+    tokenizer,  # of transformers, with an end symbol
+    split: str,
+    length: int,  # tokens of a text
+    each: int,  # texts of each domain at most
+    spread: int = 4,  # they are drawn from so many times their length
+) -> Mixture:
+    "Texts of several domains. Raises `ValueError` for an unknown domain or split, and as `mix` does."
+    if unknown := set(domains) - set(CORPUS):
+        raise ValueError(f"domains must be of {', '.join(CORPUS)}, got {', '.join(sorted(unknown))}")
+
+    def tokens(domain):
+        import torch
+        splits, _ = read_domain(domain)
+        if split not in splits: raise ValueError(f"{domain} has no split {split!r}; it has {', '.join(splits)}")
+        ids = []
+        for text in splits[split]:
+            ids += [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+            if len(ids) >= spread * each * length: break
+        return torch.tensor(ids)
+
+    return mix({domain: tokens(domain) for domain in domains}, length, most=each)
