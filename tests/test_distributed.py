@@ -47,7 +47,7 @@ if first: say("result", losses=figures(done, "loss"), errors=figures(done, "erro
 PERFORATED = PLAIN + """
 from dendritic_lab.models import perforated_layer
 from dendritic_lab.models.perforated_bert import PerforatedBertConfig, PerforatedBertForSequenceClassification
-from dendritic_lab.training.phases import perforate
+from dendritic_lab.training.phases import train_phases
 # Without noise: each process draws its own, so it cannot be that of one process.
 draw = perforated_layer.gumbel_sigmoid
 perforated_layer.gumbel_sigmoid = lambda logits, temperature, training: draw(logits, temperature, training=False)
@@ -59,7 +59,7 @@ model = PerforatedBertForSequenceClassification(config)
 ids = torch.randint(1, 50, (16, 32))
 rows = [{"input_ids": i, "attention_mask": torch.ones(32, dtype=torch.long), "labels": i[0] % 2} for i in ids]
 rates = {"lr": 1e-3, "scorer_lr": 1e-2}
-done = perforate(model, DataLoader(rows, 8, shuffle=True), sparsity=0.4, keep_ratio=0.5, cpu=True, **rates)
+done = train_phases(model, DataLoader(rows, 8, shuffle=True), sparsity=0.4, keep_ratio=0.5, cpu=True, **rates)
 if first:
     losses = [loss for phase in done.values() for loss in figures(phase, "loss")]
     say("perforated", losses=losses, weights=flat([*model.parameters(), model.base_model.controller.offsets]))
