@@ -45,10 +45,11 @@ class CfCGate(nn.Module):
         "The state after `span`."
         if state is None: z = F.linear(x, self.backbone.weight[:, :self.dim], self.backbone.bias)
         else: z = self.backbone(torch.cat([x, state], -1))
-        f, g, a, b = self.heads(1.7159 * torch.tanh(0.666 * z)).float().chunk(4, -1)  # float32 for long spans
-        span = span[..., None] if isinstance(span, Tensor) else span
-        s = torch.sigmoid(a * span + b).float()
-        return torch.lerp(f.tanh(), g.tanh(), s).to(x.dtype)
+        heads = self.heads(1.7159 * torch.tanh(0.666 * z)).float()  # float32 for long spans
+        fg, a, b = heads.split((2 * self.state_dim, self.state_dim, self.state_dim), -1)
+        f, g = fg.tanh().chunk(2, -1)
+        s = torch.addcmul(b, a, span[..., None]) if isinstance(span, Tensor) else torch.add(b, a, alpha=span)
+        return torch.lerp(f, g, s.sigmoid()).to(x.dtype)
 
     def forward(self, x: Tensor, state: Tensor | None, span: Tensor | float) -> tuple[Tensor, Tensor]:
         state = self.cell(F.layer_norm(x, x.shape[-1:]), state, span)

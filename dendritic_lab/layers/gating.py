@@ -41,8 +41,9 @@ class DendriticGating(nn.Module):
         "What each branch says before its sigmoid."
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"expected (batch, tokens, {self.dim}), got {tuple(x.shape)}")
-        hidden = F.gelu(self.inner(x)).unflatten(-1, (self.num_branches, self.hidden_dim))
-        return torch.einsum("btnh,nh->btn", hidden, self.weight) + self.bias
+        hidden = F.gelu(self.inner(x)).view(-1, self.num_branches, self.hidden_dim).transpose(0, 1)
+        logits = torch.baddbmm(self.bias[:, None, None], hidden, self.weight[..., None])  # (num_branches, tokens, 1)
+        return logits.view(self.num_branches, *x.shape[:2]).permute(1, 2, 0)
 
     def branch_scores(self, x: Tensor) -> Tensor:  # (batch, tokens, dim) -> (batch, tokens, num_branches)
         "Each branch's own importance, in (0, 1)."

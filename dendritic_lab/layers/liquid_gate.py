@@ -9,7 +9,7 @@ __all__ = ['LiquidGate']
 from .cfc import CfCGate, time_span
 from .gating import DendriticGating, diversity_loss
 from .token_selection import (
-    keep_ratio_loss, mask_positions, threshold_mask, top_k_mask, top_k_positions)
+    keep_ratio_loss, rank_by_mask, rank_tokens, threshold_mask, top_k_mask)
 from .tokens import Gate, Tokens, gather_tokens, mask_tokens
 
 # %% ../../nbs/layers/13_liquid_gate.ipynb #1aaf636c
@@ -87,7 +87,7 @@ class LiquidGate(Gate):
         "Keep a fixed count."
         count = self.remaining(tokens.candidates)
         if count == tokens.candidates: return tokens
-        if not masked: return gather_tokens(tokens, top_k_positions(logits, count - 1), count, importance)
+        if not masked: return gather_tokens(tokens, rank_tokens(logits), count, count, importance)
         hard = not (self.soft and self.training)
         keep = top_k_mask(logits, count - 1, self.temperature, tokens.kept, hard)
         return mask_tokens(tokens, keep, count, importance)
@@ -98,8 +98,8 @@ class LiquidGate(Gate):
         keep = threshold_mask(logits, self.threshold, self.temperature, kept, hard)
         if self.training: tokens.penalties.append(self.keep_weight * keep_ratio_loss(keep, self.keep_ratio, kept))
         if masked: return mask_tokens(tokens, keep, tokens.candidates, importance)
-        positions, real = mask_positions(keep > 0)
-        return gather_tokens(tokens, positions, tokens.candidates, importance, real)
+        ranked, real = rank_by_mask(keep > 0)
+        return gather_tokens(tokens, ranked, real.shape[1], tokens.candidates, importance, real)
 
     def operations(self, before: int, width: int, heads: int, state_dim: int) -> dict[str, int]:
         after = 1 + self.remaining(before - 1)
@@ -108,7 +108,8 @@ class LiquidGate(Gate):
             parts["gating"] = before * (width + 1) * self.gating.num_branches * self.gating.hidden_dim
         if self.scorer is not None: parts["reduction"] = before * width
         if self.gating is not None or self.scorer is not None: parts["norm"] = 5 * before * width
-        if after < before: parts["reduction"] += before * (width + state_dim)  # fusing
+        if after < before:  # fusing, also of importance
+            parts["reduction"] += (before - after + 1) * (width + state_dim + (self.gating is not None))
         if self.cfc is None: return parts
         inner = self.cfc.state_dim
         parts["cfc"] = after * ((width + state_dim) * inner + 4 * inner * inner + inner * width)

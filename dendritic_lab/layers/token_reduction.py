@@ -6,7 +6,7 @@
 __all__ = ['RandomGate', 'cls_attention', 'EViTGate', 'merge_tokens', 'ToMeGate', 'TokenPredictor', 'DynamicViTGate']
 
 # %% ../../nbs/layers/12_token_reduction.ipynb #638df654
-from .token_selection import keep_ratio_loss, top_k_mask, top_k_positions
+from .token_selection import keep_ratio_loss, rank_tokens, top_k_mask
 from .tokens import Gate, Tokens, gather_tokens, mask_tokens, merged_positions
 
 # %% ../../nbs/layers/12_token_reduction.ipynb #ee50d654
@@ -24,7 +24,7 @@ class RandomGate(Gate):
         count = self.remaining(tokens.candidates)
         if count == tokens.candidates: return tokens
         drawn = torch.rand(tokens.hidden.shape[:2], device=tokens.hidden.device)
-        return gather_tokens(tokens, top_k_positions(drawn, count), count)
+        return gather_tokens(tokens, rank_tokens(drawn), 1 + count, count)
 
 # %% ../../nbs/layers/12_token_reduction.ipynb #d2a69819
 def cls_attention(
@@ -48,10 +48,11 @@ class EViTGate(Gate):
         count = self.remaining(tokens.candidates)
         if count == tokens.candidates: return tokens
         received = cls_attention(tokens.query, tokens.key)
-        return gather_tokens(tokens, top_k_positions(received, count - 1), count, received)
+        return gather_tokens(tokens, rank_tokens(received), count, count, received)
 
     def operations(self, before: int, width: int, heads: int, state_dim: int) -> dict[str, int]:
-        return {"reduction": 2 * before * width if self.remaining(before - 1) < before - 1 else 0}
+        left = self.remaining(before - 1)
+        return {"reduction": before * width + (before - left) * width if left < before - 1 else 0}
 
 # %% ../../nbs/layers/12_token_reduction.ipynb #90b28229
 def merge_tokens(
@@ -162,7 +163,7 @@ class DynamicViTGate(Gate):
         if count == tokens.candidates: return tokens
         log_probabilities = self.predictor(tokens.hidden, tokens.mask)
         keeping = log_probabilities[..., 0]
-        if not masked: return gather_tokens(tokens, top_k_positions(keeping, count), count)
+        if not masked: return gather_tokens(tokens, rank_tokens(keeping), 1 + count, count)
         if not self.training: return mask_tokens(tokens, top_k_mask(keeping, count, kept=tokens.kept), count)
         keep = self.predictor.draw(log_probabilities)
         tokens.penalties.append(self.keep_weight * keep_ratio_loss(keep, count / tokens.candidates, tokens.kept))

@@ -12,6 +12,7 @@ from .token_selection import fuse, gather, keep_count
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% ../../nbs/layers/10_tokens.ipynb #89c3190e
@@ -41,7 +42,7 @@ class Tokens:
 
     def carried(self) -> dict[str, Tensor]:
         "What moves with each token, but its position."
-        parts = {"hidden": self.hidden, "importance": self.importance, "state": self.state}
+        parts = {"hidden": self.hidden, "state": self.state, "importance": self.importance}
         return {name: part for name, part in parts.items() if part is not None}
 
 # %% ../../nbs/layers/10_tokens.ipynb #e84309db
@@ -69,26 +70,31 @@ def mask_tokens(
 # %% ../../nbs/layers/10_tokens.ipynb #e127c881
 def gather_tokens(
     tokens: Tokens,
-    positions: Tensor,  # (batch, kept) CLS first
+    ranked: Tensor,  # (batch, tokens) positions: CLS, then those that are kept, then the others
+    count: int,  # tokens that are kept, CLS among them: the first ones
     candidates: int,  # tokens besides CLS that are left, where the count is fixed
     weights: Tensor | None = None,  # (batch, tokens) by which dropped tokens are fused; None: nothing is fused
-    real: Tensor | None = None,  # (batch, kept) bool, where inputs keep different numbers; None: all
+    real: Tensor | None = None,  # (batch, count) bool, where inputs keep different numbers; None: all
 ) -> Tokens:
     "Copy the tokens that are kept, and fuse the others."
     parts, position = tokens.carried(), tokens.position
-    if position is not None: position, = gather(positions, position)
-    kept = gather(positions, *parts.values())
-    if weights is None: return replace(tokens, **dict(zip(parts, kept)), position=position, candidates=candidates)
+    if position is not None: position, = gather(ranked[:, :count], position)
+    if weights is None:
+        kept = gather(ranked[:, :count], *parts.values())
+        return replace(tokens, **dict(zip(parts, kept)), position=position, candidates=candidates)
     if tokens.mask is not None: weights = weights * tokens.mask
-    dropped = weights.scatter(1, positions, 0.0) if real is None else weights * _outside(positions, real, weights)
-    joined = {name: torch.cat(pair, 1) for name, *pair in zip(parts, kept, fuse(dropped, *parts.values()))}
-    mask = None if real is None else torch.cat([real, dropped.sum(1, keepdim=True) > 0], 1).to(tokens.hidden.dtype)
+    columns = [part if part.ndim == 3 else part.unsqueeze(-1) for part in parts.values()]
+    sizes = [part.shape[-1] for part in columns]
+    if weights is not tokens.importance: columns.append(weights.unsqueeze(-1))
+    rows, = gather(ranked, torch.cat(columns, -1))
+    weights, moved = rows[..., -1], rows[..., :sum(sizes)]
+    first = count if real is None else 0  # of those that may be fused
+    if real is not None: weights = weights * ~F.pad(real, (0, weights.shape[1] - count))
+    joined = torch.cat([moved[:, :count], *fuse(weights[:, first:], moved[:, first:])], 1)
+    joined = {name: new if part.ndim == 3 else new[..., 0]
+              for (name, part), new in zip(parts.items(), joined.split(sizes, -1))}
+    mask = None if real is None else torch.cat([real, weights.sum(1, keepdim=True) > 0], 1).to(tokens.hidden.dtype)
     return replace(tokens, **joined, position=with_fused(position), mask=mask, candidates=candidates)
-
-
-def _outside(positions: Tensor, real: Tensor, like: Tensor) -> Tensor:
-    "1 for tokens that are not among the real positions."
-    return 1 - torch.zeros_like(like).scatter_add(1, positions, real.to(like)).clamp(max=1)
 
 # %% ../../nbs/layers/10_tokens.ipynb #196da702
 def merged_positions(position: Tensor, target: Tensor, tokens: int) -> Tensor:
