@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LiquidViTConfig', 'Attention', 'weighted_attention', 'Block', 'PatchEmbed', 'ConvStem', 'GateDecision',
-           'LiquidViTOutput', 'LiquidViT', 'liquid_gates', 'decision', 'anneal', 'learning_rates']
+           'LiquidViTOutput', 'LiquidViT', 'timm_shape', 'liquid_gates', 'decision', 'anneal', 'learning_rates']
 
 # %% ../../nbs/models/12_liquid_vit.ipynb #deb5ef64
 from ..layers.liquid_gate import LiquidGate
@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
@@ -38,6 +39,7 @@ class LiquidViTConfig:
     depth: int = 6
     heads: int = 8
     mlp_ratio: int = 4
+    qkv_bias: bool = False
     classes: int = 10
     stem: str = "patch"  # or "conv": two strided convolutions (Xiao et al. 2021), for patches of 4
     drop_path: float = 0.0  # stochastic depth, rising with the block up to this
@@ -79,10 +81,10 @@ class LiquidViTConfig:
 class Attention(nn.Module):
     "Multi-head self-attention with a weight for each key: `(x, weight)` -> output, queries and keys."
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, qkv_bias: bool = False):
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
         self.proj = nn.Linear(width, width)
 
     def forward(self,
@@ -108,9 +110,9 @@ def weighted_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tenso
 class Block(nn.Module):
     "A pre-norm transformer block, with timm's names. `(x, weight)` -> output, queries and keys."
 
-    def __init__(self, width: int, heads: int, mlp_ratio: int, drop_path: float):
+    def __init__(self, width: int, heads: int, mlp_ratio: int, drop_path: float, qkv_bias: bool = False):
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(width, eps=1e-6), Attention(width, heads)
+        self.norm1, self.attn = nn.LayerNorm(width, eps=1e-6), Attention(width, heads, qkv_bias)
         self.norm2 = nn.LayerNorm(width, eps=1e-6)
         inner = mlp_ratio * width
         self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, inner), "fc2": nn.Linear(inner, width)})
@@ -177,7 +179,7 @@ class LiquidViT(nn.Module):
         by_patch = c.stem == "patch"
         self.patch_embed = PatchEmbed(c.channels, c.width, c.patch_size) if by_patch else ConvStem(c.channels, c.width)
         rates = [c.drop_path * i / max(1, c.depth - 1) for i in range(c.depth)]
-        self.blocks = nn.ModuleList(Block(c.width, c.heads, c.mlp_ratio, rate) for rate in rates)
+        self.blocks = nn.ModuleList(Block(c.width, c.heads, c.mlp_ratio, rate, c.qkv_bias) for rate in rates)
         self.norm, self.head = nn.LayerNorm(c.width, eps=1e-6), nn.Linear(c.width, c.classes)
         self.gates = nn.ModuleList(liquid_gates(c) if gates is None else gates)
         if self.gates and len(self.gates) != len(c.gate_layers):
@@ -196,6 +198,31 @@ class LiquidViT(nn.Module):
             parts = 3 if layer.out_features == 3 * layer.in_features else 1  # queries, keys and values apart
             for weight in layer.weight.chunk(parts): nn.init.xavier_uniform_(weight)
             if layer.bias is not None: nn.init.zeros_(layer.bias)
+
+    @classmethod
+    def from_timm(cls,
+        model: VisionTransformer,  # of timm, with a class token
+        gates: Sequence[Gate] | None = None,  # one for each of gate_layers; None: liquid gates
+        **settings,  # of `LiquidViTConfig`; gate_layers: after each quarter of the blocks
+    ) -> "LiquidViT":
+        """A pretrained model with gates, in evaluation mode. Liquid gates begin so that they change nothing: with
+        keep_ratio=1 the outputs are the model's. Which tokens they drop has to be learned.
+
+        Raises `ValueError` naming what in the model has no counterpart here.
+        """
+        shape = timm_shape(model)
+        quarter = shape["depth"] / 4
+        places = {"gate_layers": tuple(sorted({max(1, round(quarter * i)) for i in (1, 2, 3)} - {shape["depth"]}))}
+        off = dict(gating=False, cfc=False, sparse=False) if gates is not None else {}
+        new = cls(LiquidViTConfig(**shape | places | off | settings), gates)
+        missing, unknown = new.load_state_dict(model.state_dict(), strict=False)
+        if unknown or any(not name.startswith("gates.") for name in missing):
+            raise ValueError(f"weights without a counterpart: {', '.join([*unknown, *missing][:5])}")
+        for gate in new.gates:
+            if not isinstance(gate, LiquidGate): continue
+            if gate.gating is not None: nn.init.zeros_(gate.gating.weight)
+            if gate.cfc is not None: nn.init.zeros_(gate.cfc.out.weight)
+        return new.eval()
 
     def embed(self, pixels: Tensor) -> Tensor:  # (batch, channels, size, size) -> (batch, 1 + patches, width)
         "Patches with CLS before them and positions added."
@@ -242,6 +269,32 @@ class LiquidViT(nn.Module):
             if gate := gate_before.get(i): left = gate.remaining(left)
             counts.append(1 + left)
         return counts
+
+
+def timm_shape(model: VisionTransformer) -> dict:  # fields of `LiquidViTConfig`
+    "The sizes of a plain ViT of timm. Raises `ValueError` naming what is not plain."
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(f"expected a VisionTransformer of timm, got {type(model).__name__}")
+    block, (height, width) = model.blocks[0], model.patch_embed.img_size
+    patch, d, inner = model.patch_embed.patch_size, model.embed_dim, block.mlp.fc1.out_features
+    unlike = {
+        "register or distillation tokens": model.num_prefix_tokens != 1 or model.cls_token is None,
+        "positions without the class token": model.no_embed_class or model.pos_embed is None,
+        "pooling of all tokens": model.global_pool != "token",
+        "no classifier": not isinstance(model.head, nn.Linear),
+        "images or patches that are not square": height != width or patch[0] != patch[1],
+        "a norm before the blocks": not isinstance(model.norm_pre, nn.Identity),
+        "a norm before the classifier": not isinstance(model.fc_norm, nn.Identity),
+        "scaled layers": not isinstance(getattr(block, "ls1", nn.Identity()), nn.Identity),
+        "norms of queries": not isinstance(block.attn.q_norm, nn.Identity),
+        "another norm": not isinstance(block.norm1, nn.LayerNorm) or block.norm1.eps != 1e-6,
+        "another activation": not isinstance(block.mlp.act, nn.GELU),
+        "another feed-forward": inner % d != 0 or not hasattr(block.mlp, "fc2")}
+    if found := [name for name, is_so in unlike.items() if is_so]:
+        raise ValueError(f"the model has what a LiquidViT has not: {', '.join(found)}")
+    return dict(image_size=height, patch_size=patch[0], channels=model.patch_embed.proj.in_channels, width=d,
+                depth=len(model.blocks), heads=block.attn.num_heads, mlp_ratio=inner // d,
+                qkv_bias=block.attn.qkv.bias is not None, classes=model.head.out_features)
 
 
 def liquid_gates(c: LiquidViTConfig) -> list[LiquidGate]:
