@@ -8,7 +8,7 @@ __all__ = ['ARMS', 'SIDE', 'new_arm', 'Parts', 'fit_blocks', 'share_jobs', 'Reci
 
 # %% ../../nbs/training/13_language_models.ipynb #2d312f19
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,8 +161,9 @@ def train_arms(
     validation: Mixture,
     recipe: Recipe,
     folder: Path | None = None,  # of checkpoints
+    once: Collection[str] = tuple(SIDE),  # arms that are trained from the first seed only
 ) -> tuple[dict[str, list[Trained]], dict[str, dict]]:  # arm -> one a seed; losses of `choose`
-    "Every arm from every seed, side arms from the first only. Raises `ValueError` for arms without `dendritic`."
+    "Every arm from every seed, some from the first only. Raises `ValueError` for arms without `dendritic`."
     if unknown := set(arms) - set(ARMS): raise ValueError(f"arms must be of {', '.join(ARMS)}, got {unknown.pop()}")
     if "dendritic" not in arms: raise ValueError("arms must contain dendritic, which the others are compared with")
     folder = folder and text_folder(folder, train)
@@ -180,7 +181,7 @@ def train_arms(
             return Trained(model, history, lr, wide)
         return work
 
-    wanted = [(arm, seed) for seed in range(seeds) for arm in arms if arm not in SIDE or seed == 0]  # seeds first
+    wanted = [(arm, seed) for seed in range(seeds) for arm in arms if not seed or arm not in once]
     found = share_jobs({f"{arm}-{seed}": job(arm, seed) for arm, seed in wanted}, folder)
     return {arm: [found[f"{a}-{s}"] for a, s in wanted if a == arm] for arm in arms}, tried
 
