@@ -58,7 +58,7 @@ recorder.figure(figure, "wide", "A figure that is wider than the page, \\"quoted
 """, """
 table = pd.DataFrame({"arm": ["coin"], "accuracy, %": [f"{accuracy:.1f}"]})
 recorder.conclude(f"Coins are right in {accuracy:.1f} % of all sentences.", figure="accuracy", table=table,
-                  verdict="does not hold", compared_with="a better coin", limits="Coins.")
+                  verdict="does not hold", compared_with="a better coin", limits="Coins.", judged="the coin is fair")
 """
 
 
@@ -180,7 +180,7 @@ def test_an_experiment_is_added_in_one_place(checkout, tmp_path):
     assert update_readme(tmp_path) and not update_readme(tmp_path)
     row = next(line for line in (tmp_path / "README.md").read_text().splitlines() if "[shown]" in line)
     address = f"outputs/reference/shown/{run.name}/report.html"
-    expected = ("Dsn", "Coins are right in", "**does not hold**", "shown accuracy 7", address)
+    expected = ("Dsn", "Coins are right in", "the coin is fair: **does not hold**", address)
     assert [words for words in expected if words not in row] == []
     page, claims = ((tmp_path / "docs" / name).read_text() for name in ("experiments.qmd", "claims.qmd"))
     address = f"reports/shown-{run.name}.html"
@@ -191,7 +191,7 @@ def test_an_experiment_is_added_in_one_place(checkout, tmp_path):
 
 def test_a_report_begins_with_its_verdict_and_folds_long_tables(checkout):
     report = next((checkout / "outputs/reference/shown").glob("*/report.html")).read_text()
-    order = ["Does it show?", "Coins are right", "Verdict: does not hold.", "<img ", "Coins.", "<table", "59,376",
+    order = ["Does it show?", "Coins are right", "Verdict: the coin is fair: does not hold.", "<img ", "Coins.", "<table", "59,376",
              "Table of 30 rows", "Table of 1 row: column 0", "Claims that this run speaks to"]
     places = [report.index(words) for words in order]
     assert places == sorted(places)

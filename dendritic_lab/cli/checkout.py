@@ -27,9 +27,10 @@ def list_experiments(
         return table("experiments", ["name", "question"], rows)
     found = find_experiment(experiment)
     help_of = lambda p: f"{p.help} ({p.allowed})" if p.allowed else p.help
-    rows = [[p.name, p.type, str(p.default), help_of(p)] for p in found.parameters.values()]
-    title = f"{found.name}: {found.question}\nprofiles: {', '.join(found.profiles)}"
-    table(title, ["parameter", "type", "smoke", "meaning"], rows)
+    quick = found.resolve("quick", {})
+    rows = [[p.name, p.type, str(p.default), str(quick[p.name]), help_of(p)] for p in found.parameters.values()]
+    title = f"{found.name}: {found.question}\nprofiles: {', '.join(found.profiles)}; `run` takes quick"
+    table(title, ["parameter", "type", "smoke", "quick", "meaning"], rows)
 
 
 @data_app.command("status")
@@ -37,7 +38,12 @@ def list_experiments(
 def data_status():
     "Which data set can come from which source."
     from dendritic_lab.data.benchmarks import BENCHMARKS, available
-    rows = [[name, *(f"no: {why}" if why else "yes" for why in available(name).values())] for name in BENCHMARKS]
+    def state(name: str, source: str, why: str | None) -> str:
+        if why: return f"no: {why}"
+        other = BENCHMARKS[name].embedded_name if source == "embedded" else ""
+        return f"yes: {other}" if other else "yes"
+
+    rows = [[name, *(state(name, *of) for of in available(name).items())] for name in BENCHMARKS]
     table("data sets by source", ["data set", "local", "hub", "embedded"], rows)
 
 
@@ -65,7 +71,7 @@ def doctor():
 def claims(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     system: Annotated[str | None, typer.Option(help="Only the claims of this system, such as dsn.")] = None,
-    status: Annotated[str | None, typer.Option(help='Only claims of this status, such as "not reproduced".')] = None,
+    status: Annotated[str | None, typer.Option(help='Only claims of this status, such as "not run".')] = None,
 ):
     "Every claim of the founding documents beside what was measured; first the ledger in one sentence."
     from dendritic_lab.lab.claims import judge_all, summary_line

@@ -58,7 +58,8 @@ def check_torchvision() -> Finding:
         return Finding("torchvision", "broken", f"{type(e).__name__}: {e}", remedy)
     if torchvision.extension._has_ops(): return Finding("torchvision", "ok", torchvision.__version__)
     detail = f"{torchvision.__version__} imports, without its compiled operators (nms, roi_align)"
-    remedy = "only box operators need them: install the build of torchvision that matches torch"
+    remedy = ("without `import dendritic_lab` before it, transformers cannot load models: install the build of "
+              "torchvision that matches torch")
     return Finding("torchvision", "absent", detail, remedy)
 
 

@@ -1,5 +1,6 @@
 """One run or some: run, compare, verify, export, clean."""
 
+import json
 import re
 import shutil
 import signal
@@ -45,7 +46,18 @@ def run(
         stop(f"{experiment} failed{where}: {e}\n  see {e.notebook if e.notebook.exists() else e.folder}", 1)
     except KeyboardInterrupt: stop(f"{experiment} was interrupted; its folder is marked as failed", 130)
     show_metrics(read_metrics(folder / "metrics.json")["metrics"], f"{experiment}, profile {profile}")
+    show_finding(folder)
     typer.echo(f"report: {short(folder / 'report.html')}")
+
+
+def show_finding(folder: Path):
+    "Print what a run says of itself, and its verdict."
+    from dendritic_lab.lab.record import verdict_on
+    path = folder / "summary.json"
+    if not path.exists(): return
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    typer.echo(summary["sentence"])
+    if answer := verdict_on(summary): typer.echo(f"verdict: {answer}")
 
 
 def parse_parameters(pairs: list[str]) -> dict[str, str]:
@@ -161,6 +173,13 @@ def compare(
     typer.echo(f"report: {folder / 'report.html'}")
 
 
+def both(then: float | None, now: float | None) -> tuple[str, str]:
+    "Two values with six digits, or with all where these do not show that they differ."
+    text = lambda v, digits: "" if v is None else f"{v:.{digits}g}"
+    short = text(then, 6), text(now, 6)
+    return short if then == now or short[0] != short[1] else (text(then, 17), text(now, 17))
+
+
 @app.command()
 @clear_errors
 def verify(
@@ -173,8 +192,7 @@ def verify(
     with tempfile.TemporaryDirectory() as folder:
         try: verified = verify_run(run, keep or Path(folder))
         except RunFailed as e: stop(f"{run.parent.name} failed when it was run again: {e}", 1)
-    exact = lambda v: "" if v is None else repr(v)
-    rows = [[f.metric, exact(f.then), exact(f.now), f.verdict] for f in verified.findings]
+    rows = [[f.metric, *both(f.then, f.now), f.verdict] for f in verified.findings]
     table(f"{run.name} run again", ["metric", "then", "now", "verdict"], rows)
     for line in verified.environment: typer.echo(f"differs: {line}")
     for name in verified.data: typer.echo(f"differs: data {name}: other content")

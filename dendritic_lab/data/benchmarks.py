@@ -186,11 +186,11 @@ def read_source(name: str, source: str) -> Splits:
 # %% ../../nbs/data/02_benchmarks.ipynb #3f2485ec
 def how_to_get(name: str, source: str, reasons: dict[str, str]) -> str:
     "What to do where no source has a benchmark."
-    wanted = "no source" if source == "auto" else f"source {source!r}"
+    wanted = "any source" if source == "auto" else f"source {source!r}"
     tried = "; ".join(f"{s}: {why or 'available'}" for s, why in reasons.items())
     ways = ("set DENDRITIC_LAB_DATA to a folder that has the files, load from the hub with a network, "
             "or use a data set that a package carries (source 'embedded')")
-    return f"{wanted} has {name} ({tried}). Three ways to get data: {ways}."
+    return f"{name} cannot be had from {wanted} ({tried}). Three ways to get data: {ways}."
 
 
 def candidates(name: str, source: str) -> list[str]:

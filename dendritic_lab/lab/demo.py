@@ -51,7 +51,8 @@ section img { display: block; width: 100%; height: 22rem; object-fit: contain; b
 @media (max-width: 40rem) { section img { height: auto } }
 @media (prefers-color-scheme: dark) { section img { filter: invert(.91) hue-rotate(180deg) } }
 """
-NEXT = (("dendritic-lab list", "the experiments that measure all this over seeds"),
+NEXT = (("source .venv/bin/activate", "once in each terminal"),
+        ("dendritic-lab list", "the experiments that measure all this over seeds"),
         ("dendritic-lab run EXPERIMENT --profile quick", "one of them, in minutes"),
         ("make lab", "tutorials and explorers in JupyterLab"))
 

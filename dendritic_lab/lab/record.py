@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DPI', 'LEAST_POINTS', 'as_text', 'html_table', 'show_table', 'show_facts', 'smallest_label', 'picture_html',
-           'Recorder', 'begin', 'MetricsError', 'read_metrics']
+           'verdict_on', 'Recorder', 'begin', 'MetricsError', 'read_metrics']
 
 # %% ../../nbs/lab/03_record.ipynb #d7f3ae7d
 import base64
@@ -102,10 +102,15 @@ def picture_html(path: Path, caption: str, points: float) -> str:  # points: of 
             f'alt="{html.escape(caption)}"></div><figcaption>{html.escape(caption)}</figcaption></figure>')
 
 
+def verdict_on(summary: dict) -> str:
+    "The verdict of a summary.json after what it is about; empty where there is none."
+    return ": ".join(filter(None, (summary.get("judged"), summary["verdict"]))) if summary["verdict"] else ""
+
+
 def _first_page(summary: dict, picture: str) -> dict[str, str]:
     "Verdict, figure and limits as outputs for a notebook."
     capital = lambda text: text[:1].upper() + text[1:]
-    lines = [f"**{summary['sentence']}**"] + [f"*Verdict: {summary['verdict']}.*"] * bool(summary["verdict"])
+    lines = [f"**{summary['sentence']}**"] + [f"*Verdict: {verdict_on(summary)}.*"] * bool(summary["verdict"])
     lines += [picture] * bool(picture)
     lines += [f"**Compared with** {summary['compared_with']}."] * bool(summary["compared_with"])
     lines += [f"**How far it can be trusted.** {capital(summary['limits'])}"] * bool(summary["limits"])
@@ -247,6 +252,7 @@ class Recorder:
         verdict: str | None = None,  # of `measure.verdict`: the answer to the experiment's question
         compared_with: str = "",  # the strongest alternative
         limits: str = "",  # how far it can be trusted: data, size, seeds
+        judged: str = "",  # what the verdict is about, as a statement
     ) -> None:
         "Show the verdict at the top of the report, write summary.json and `finish`: the last call of an experiment."
         if figure is not None and figure not in self.figures:
@@ -254,6 +260,7 @@ class Recorder:
         headline = [{"name": m["name"], "text": measured(m)} for m in self.metrics if m["headline"]]
         summary = {
             "schema": 1, "experiment": self.experiment, "system": self.system, "sentence": sentence, "verdict": verdict,
+            "judged": judged,
             "compared_with": compared_with, "limits": limits, "figure": figure and f"figures/{figure}.png",
             "caption": self.figures.get(figure, ""), "table": as_text(table), "headline": headline}
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
@@ -274,7 +281,7 @@ class Recorder:
             raise ValueError(f"{name} is about {where['data']!r}; the recorded data are {', '.join(known) or 'none'}")
         if not all(map(math.isfinite, [estimate.mean, *values, *(_ends(estimate) or ())])):
             raise ValueError(f"{name} is not finite")
-        if seeds is None: seeds = range(len(values)) if len(values) > 1 and estimate.basis != "pairs" else ()
+        if seeds is None: seeds = range(len(values)) if {"seeds", "items"} & set(estimate.basis.split()) else ()
         self.metrics.append({
             "name": name, "value": estimate.mean, "unit": unit, "values": values, "seeds": list(seeds),
             "interval": _ends(estimate), "confidence": estimate.confidence, "basis": estimate.basis,

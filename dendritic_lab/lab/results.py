@@ -14,6 +14,7 @@ from pathlib import Path
 
 from .claims import reference_runs
 from .experiments import Experiment
+from .record import verdict_on
 from .reference import experiments_of_record, notebooks, system_of, table_cell, title_and_line
 
 # %% ../../nbs/lab/11_results.ipynb #cd2d5b05
@@ -42,11 +43,10 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        "The verdict and the first two headlines in one line of Markdown."
+        "What was judged and how, or else the first two headlines, in one line of Markdown."
         if not self.summary: return ""
-        verdict = [f"**{self.summary['verdict']}**"] if self.summary["verdict"] else []
-        words = lambda name: re.sub(r"[._]", " ", name)
-        return "; ".join(verdict + [f"{words(h['name'])} {h['text']}" for h in self.summary["headline"][:2]])
+        if answer := self.summary["verdict"]: return verdict_on(self.summary | {"verdict": f"**{answer}**"})
+        return "; ".join(f"{re.sub(r'[._]', ' ', h['name'])} {h['text']}" for h in self.summary["headline"][:2])
 
     @property
     def measured(self) -> str:
@@ -80,7 +80,7 @@ def system_title(system: str, titles: dict[str, str]) -> str:  # titles: what `s
     return titles.get(system, system.replace("_", " ").capitalize())
 
 # %% ../../nbs/lab/11_results.ipynb #b9653d46
-AGAIN = "being measured again"
+AGAIN = "no run of record yet"
 
 
 def claims_answered(run: Path) -> int:
@@ -99,7 +99,7 @@ def results_table(root: Path, report) -> str:  # report(result): the address of 
     "The main result of each system as a Markdown table."
     titles, by_system = systems(root), {}
     for r in results(root): by_system.setdefault(r.system, []).append(r)
-    rows = ["| system | what we found | verdict, figures | report |", "|---|---|---|---|"]
+    rows = ["| system | what we found | verdict | report |", "|---|---|---|---|"]
     for system, of in by_system.items():
         r = main_result(of)
         cells = [r.summary["sentence"], r.verdict, f"[{r.name}]({report(r)})"] if r else [
@@ -129,7 +129,7 @@ def folded(title: str, text: str) -> str:
 
 
 def verdict_line(result: Result) -> str:
-    "Verdict and headlines as a line of their own."
+    "Verdict or headlines as a line of their own."
     return "Verdict: " * bool(result.summary["verdict"]) + result.verdict
 
 
@@ -142,7 +142,7 @@ def section(result: Result) -> str:
         parts += [s["sentence"], verdict_line(result), picture(result, "figures"), folded("Table", own_table(result)),
                   f"Compared with: {s['compared_with']}" if s["compared_with"] else "",
                   f"Limits: {s['limits']}" if s["limits"] else "", f"{link}: {result.measured}."]
-    else: parts.append(f"This is {AGAIN}: no run of record stands behind a figure yet.")
+    else: parts.append(f"There is {AGAIN}, and so no figure.")
     return "\n\n".join(filter(None, parts))
 
 # %% ../../nbs/lab/11_results.ipynb #be1fdf4b
@@ -157,7 +157,7 @@ def schematic(root: Path, system: str) -> str:
 def card(title: str, system: str, result: Result | None, idea: str = "") -> str:  # idea: what `schematic` gives
     "A system as a box for the page at the top level: what was found, or else what it is."
     links = f"[Experiments](docs/experiments.qmd#of-{system}) · [Tutorial](docs/tutorials/{system}.ipynb)"
-    parts = [idea, "**Being measured**: no run of record stands behind a figure yet."]
+    parts = [idea, f"There is {AGAIN}, and so no figure."]
     if result:
         links = f"[Report](docs/reports/{result.name}-{result.run.name}.html) · {links}"
         image = re.sub(r"^!\[.*\]\(", "![](", picture(result, "docs/figures"))  # without its caption
