@@ -191,8 +191,8 @@ def test_an_experiment_is_added_in_one_place(checkout, tmp_path):
 
 def test_a_report_begins_with_its_verdict_and_folds_long_tables(checkout):
     report = next((checkout / "outputs/reference/shown").glob("*/report.html")).read_text()
-    order = ["Does it show?", "Coins are right", "Verdict: the coin is fair: does not hold.", "<img ", "Coins.", "<table", "59,376",
-             "Table of 30 rows", "Table of 1 row: column 0", "Claims that this run speaks to"]
+    order = ["Does it show?", "Coins are right", "Verdict: the coin is fair: does not hold.", "<img ", "Coins.",
+             "<table", "59,376", "Table of 30 rows", "Table of 1 row: column 0", "Claims that this run speaks to"]
     places = [report.index(words) for words in order]
     assert places == sorted(places)
 
