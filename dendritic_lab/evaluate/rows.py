@@ -38,7 +38,8 @@ def position_losses(
         with evaluating(model):
             for part in rows.to(device).split(size):
                 logits = model(part).logits[:, :-1].float()  # (size, length - 1, vocabulary)
-                found.append(F.cross_entropy(logits.transpose(1, 2), part[:, 1:], reduction="none").double().cpu())
+                each = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
+                found.append(each.view(len(part), -1).double().cpu())
         return torch.cat(found)
 
     return np.stack([of(model).numpy() for model in models])
