@@ -38,13 +38,10 @@ def list_experiments(
 def data_status():
     "Which data set can come from which source."
     from dendritic_lab.data.benchmarks import BENCHMARKS, available
-    def state(name: str, source: str, why: str | None) -> str:
-        if why: return f"no: {why}"
-        other = BENCHMARKS[name].embedded_name if source == "embedded" else ""
-        return f"yes: {other}" if other else "yes"
-
-    rows = [[name, *(state(name, *of) for of in available(name).items())] for name in BENCHMARKS]
+    rows = [[name, *(f"no: {why}" if why else "yes" for why in available(name).values())] for name in BENCHMARKS]
     table("data sets by source", ["data set", "local", "hub", "embedded"], rows)
+    for name, of in BENCHMARKS.items():
+        if of.embedded_name: typer.echo(f"embedded {name}: {of.embedded_name}")
 
 
 @data_app.command("fetch")
