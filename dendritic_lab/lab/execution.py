@@ -36,7 +36,8 @@ def execute(
                 start(cell, cell_index, **rest)
             manager.cell_start = cell_start
             folder = {"metadata": {"path": str(output.parent)}}
-            client = PapermillNotebookClient(manager, kernel_name=kernel_name, timeout=None, resources=folder)
+            patient = dict(timeout=None, startup_timeout=600)  # seconds; a busy machine starts a kernel slowly
+            client = PapermillNotebookClient(manager, kernel_name=kernel_name, resources=folder, **patient)
             with open(log, "ab") as stream: client.execute(env=environment, stdout=stream, stderr=stream)
 
     papermill_engines.register("dendritic_lab", ReportingEngine)

@@ -109,6 +109,7 @@ def stage(root: Path | None = None) -> Path:
     write("claims.qmd", claims_page(root))
     write("experiments.qmd", experiments_page(root))
     log = (root / "LOG.md").read_text(encoding="utf-8").partition("\n")[2]
+    log = re.sub(r"outputs/reference/(\w+)/([\w-]+)/report\.html", r"reports/\1-\2.html", log)
     write("log.qmd", f"---\ntitle: Log\n---\n{log}")
     pages = sorted((root / "nbs/site").glob("*.qmd"))
     for page in pages: write(page.name, fill(page.read_text(encoding="utf-8"), root))
