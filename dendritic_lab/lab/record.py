@@ -22,6 +22,7 @@ import numpy as np
 
 from .claims import claims_table as table_of_claims
 from .claims import judge_metrics
+from .experiments import project_root
 from .metrics import MetricsError, measured, read_metrics
 from ..measure.statistics import Interval, interval, number, seed_interval
 
@@ -127,6 +128,11 @@ class Recorder:
         self.folder = Path(folder) if folder else Path(tempfile.mkdtemp(prefix=f"{experiment}-"))
         (self.folder / "figures").mkdir(exist_ok=True)
         self.place = None  # where the verdict will stand, in a notebook
+
+    @staticmethod
+    def trainings(folder: str) -> Path | None:  # as the parameter `checkpoints` has it: a path, or none
+        "The folder of trainings that runs share, reckoned from the checkout; None for none."
+        return None if folder == "none" else project_root() / folder
 
     def dataset(self, record: dict):
         "Record which data were used: the `record` of what `load` returned."
