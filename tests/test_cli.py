@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+from dendritic_lab.lab.experiments import find_experiments
 
 
 def test_help_needs_no_torch(tmp_path):
@@ -21,6 +22,12 @@ def test_list_names_every_parameter(ask, root):
     done = ask(root, "list", "dsn")
     assert done.exit_code == 0
     for word in ("dsn:", "quick", "word_dropout", "auto|local|hub|embedded"): assert word in done.stdout
+
+
+def test_every_profile_of_every_experiment_is_allowed(ask, root):
+    for name, experiment in find_experiments(root).items():
+        for profile in experiment.profiles: assert experiment.resolve(profile), (name, profile)
+        assert ask(root, "list", name).exit_code == 0, name
 
 
 def test_list_has_one_line_an_experiment(ask, root):

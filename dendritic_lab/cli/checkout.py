@@ -27,10 +27,11 @@ def list_experiments(
         return table("experiments", ["name", "question"], rows)
     found = find_experiment(experiment)
     help_of = lambda p: f"{p.help} ({p.allowed})" if p.allowed else p.help
-    quick = found.resolve("quick", {})
-    rows = [[p.name, p.type, str(p.default), str(quick[p.name]), help_of(p)] for p in found.parameters.values()]
-    title = f"{found.name}: {found.question}\nprofiles: {', '.join(found.profiles)}; `run` takes quick"
-    table(title, ["parameter", "type", "smoke", "quick", "meaning"], rows)
+    shown = "quick" if "quick" in found.profiles else [*found.profiles][-1]
+    values = found.resolve(shown)
+    rows = [[p.name, p.type, str(p.default), str(values[p.name]), help_of(p)] for p in found.parameters.values()]
+    title = f"{found.name}: {found.question}\nprofiles: {', '.join(found.profiles)}"
+    table(title + "; `run` takes quick" * (shown == "quick"), ["parameter", "type", "smoke", shown, "meaning"], rows)
 
 
 @data_app.command("status")
