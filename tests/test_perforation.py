@@ -269,7 +269,7 @@ def test_restored_in_any_order_and_after_an_error():
     handle.restore(); handle.restore(); pruning.restore()
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(RuntimeError, match="stop"), perforate(model): raise RuntimeError("stop")
-    for wrong in (dict(sparsity=1), dict(selector="x"), dict(dense_layers=[5]), dict(block_size=0),
+    for wrong in (dict(sparsity=1), dict(sparsity="0.5"), dict(selector="x"), dict(dense_layers=[5]), dict(block_size=0),
                   dict(sparsity=[0.5]), dict(selector=[PooledTopK()])):
         with pytest.raises(ValueError): perforate(model, **wrong)
     assert model.config._attn_implementation == "sdpa"

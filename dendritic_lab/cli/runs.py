@@ -227,8 +227,9 @@ def clean(
     found = list(find_removable(out))
     size = lambda folder: sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) / 2**20
     rows = [[f"{folder.parent.name}/{folder.name}", why, f"{size(folder):.1f}"] for folder, why in found]
+    if not found: return typer.echo(f"nothing to remove in {out}")
     table(f"{len(found)} runs can be removed", ["run", "why", "MiB"], rows)
     if yes:
         for folder, _ in found: shutil.rmtree(folder)
         typer.echo(f"removed {len(found)}")
-    elif found: typer.echo("nothing was removed; --yes removes them")
+    else: typer.echo("nothing was removed; --yes removes them")

@@ -95,7 +95,7 @@ def usage(about: dict, folder: Path) -> str:
         lines, name = [*lines, "from dendritic_lab.data import checkpoint_path"], f"checkpoint_path({name})"
     lines += [f"from transformers import {'pipeline' if task else auto}", ""]
     lines += [f'model = pipeline("{task}", {name})' if task else f"model = {auto}.from_pretrained({name})"]
-    if task == "text-classification": lines += ['model("a film that nobody needs")']
+    if task == "text-classification": lines += ['model("a sentence of your own")']
     return "\n".join(["## Use", "", "```python", *lines, "```"])
 
 

@@ -101,6 +101,7 @@ class Perforation:
 
     def set_sparsity(self, sparsity: float | Sequence):  # one for all; or one for each layer, or for each of its heads
         "Share of visible blocks to drop from now on, 0 to below 1. Raises `ValueError`."
+        if isinstance(sparsity, str): raise ValueError(f"sparsity must be a number or several, got {sparsity!r}")
         each = sparsity.tolist() if isinstance(sparsity, Tensor) else sparsity
         each = list(each) if isinstance(each, Sequence) else [each] * len(self.names)
         if len(each) != len(self.names):
