@@ -269,8 +269,8 @@ def test_restored_in_any_order_and_after_an_error():
     handle.restore(); handle.restore(); pruning.restore()
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(RuntimeError, match="stop"), perforate(model): raise RuntimeError("stop")
-    for wrong in (dict(sparsity=1), dict(sparsity="0.5"), dict(selector="x"), dict(dense_layers=[5]), dict(block_size=0),
-                  dict(sparsity=[0.5]), dict(selector=[PooledTopK()])):
+    for wrong in (dict(sparsity=1), dict(sparsity="0.5"), dict(sparsity=[0.5]), dict(selector="x"),
+                  dict(selector=[PooledTopK()]), dict(dense_layers=[5]), dict(block_size=0)):
         with pytest.raises(ValueError): perforate(model, **wrong)
     assert model.config._attn_implementation == "sdpa"
     perforate(model).restore()
