@@ -75,7 +75,7 @@ class PerforatedBertTester(Tester):
         return PerforatedBertConfig(
             vocab_size=self.vocab_size, hidden_size=self.hidden_size, num_hidden_layers=self.num_hidden_layers,
             num_attention_heads=self.num_attention_heads, intermediate_size=37, max_position_embeddings=32,
-            block_size=4, scorer_rank=4)
+            block_size=4, gate_rank=4)
 
 
 class DendriticLMTester(Tester):

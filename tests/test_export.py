@@ -24,7 +24,7 @@ def dsn(): return DSNForSequenceClassification(DSNConfig(99, 32, 8, ngram_bucket
 def perforated(sparsity=0.0, keep_ratio=1.0):
     config = PerforatedBertConfig(
         vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37,
-        max_position_embeddings=32, block_size=4, scorer_rank=4, sparsity=sparsity, keep_ratio=keep_ratio)
+        max_position_embeddings=32, block_size=4, gate_rank=4, sparsity=sparsity, keep_ratio=keep_ratio)
     return PerforatedBertForSequenceClassification(config), text()
 
 

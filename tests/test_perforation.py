@@ -11,7 +11,7 @@ from torch import nn
 from dendritic_lab.perforation import (
     DistilledGate, Layout, Oracle, PooledTopK, WindowSink, attention_mass, gate_loss, keep_blocks, perforate,
     prune_cache)
-from dendritic_lab.perforation.selectors import visible_blocks, visible_tokens
+from dendritic_lab.layers.blocks import visible_blocks, visible_tokens
 
 from transformers import (
     AlbertConfig, AlbertModel, BartConfig, BartModel, BertConfig, BertForMaskedLM, BertModel, DebertaV2Config,

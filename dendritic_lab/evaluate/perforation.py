@@ -6,7 +6,6 @@
 __all__ = ['decisions_of', 'measure_sparsity', 'droppable_masks', 'mask_agreement', 'measured_budgets', 'shuffled_budgets']
 
 # %% ../../nbs/evaluate/07_perforation.ipynb #fd62c690
-from ..layers.blocks import block_pairs, droppable_blocks
 from ..layers.perforation import HeadBudgetAllocator
 from ..measure import evaluating
 from ..models.perforated_bert import PerforatedBertPreTrainedModel
@@ -40,10 +39,10 @@ def measure_sparsity(
     offsets = model.base_model.controller.offsets
     for decisions in decisions_of(model, texts):
         for i, d in enumerate(decisions):
-            pairs = block_pairs(d.valid).expand_as(d.kept)
-            kept[i] += (d.kept & pairs).sum().cpu(); blocks[i] += pairs.sum().cpu()
+            seen = d.seen.expand_as(d.kept)
+            kept[i] += (d.kept & seen).sum().cpu(); blocks[i] += seen.sum().cpu()
             if d.logits is None: continue
-            logits = (d.logits - offsets[i])[droppable_blocks(d.valid).expand_as(d.kept)].double()
+            logits = (d.logits - offsets[i])[d.free].double()
             p = torch.sigmoid(logits).clamp(1e-9, 1 - 1e-9)
             entropy[i] -= (p * p.log2() + (1 - p) * (1 - p).log2()).sum().cpu(); count[i] += p.numel()
     return (1 - kept / blocks.clamp(min=1)).tolist(), (entropy / count.clamp(min=1)).tolist()
@@ -53,7 +52,7 @@ def droppable_masks(
     decisions: Sequence,  # the layers' decisions about one text
 ) -> np.ndarray | None:  # (layers, blocks up for decision in all heads) bool; None: there are none
     "Which of the blocks that are up for decision each layer keeps of one text."
-    up = droppable_blocks(decisions[0].valid).expand_as(decisions[0].kept)
+    up = decisions[0].free
     return np.stack([d.kept[up].cpu().numpy() for d in decisions]) if up.any() else None
 
 

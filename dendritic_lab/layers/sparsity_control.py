@@ -6,7 +6,7 @@
 __all__ = ['TemperatureSchedule', 'SparsitySchedule', 'SparsityController']
 
 # %% ../../nbs/layers/02_sparsity_control.ipynb #da2562c4
-from .blocks import block_pairs, block_sparsity, constrain_blocks, droppable_blocks
+from .blocks import block_sparsity
 
 # %% ../../nbs/layers/02_sparsity_control.ipynb #57e3ace4
 import math
@@ -86,15 +86,16 @@ class SparsityController(nn.Module):
     def update(self,
         layer: int,
         logits: Tensor,  # (batch, heads, blocks, blocks) before the offset
-        valid: Tensor,  # (batch, blocks)
+        seen: Tensor,  # (batch, 1, blocks, blocks) bool: blocks that there are to choose from
+        forced: Tensor,  # like seen: those of them that are always kept
         kept: Tensor | None = None,  # like logits; None: the blocks that would be kept without noise
     ):
         "Move a layer's offset by one step."
-        candidates = logits[droppable_blocks(valid).expand_as(logits)].float()
+        candidates = logits[(seen & ~forced).expand_as(logits)].float()
         candidates = candidates[candidates.isfinite()]
         if not len(candidates): return  # texts of one or two blocks: nothing to decide
-        if kept is None: kept = constrain_blocks(logits > self.offsets[layer], valid)
-        error = self.targets[layer] - block_sparsity(kept, valid)
+        if kept is None: kept = logits > self.offsets[layer]
+        error = self.targets[layer] - block_sparsity(kept | forced, seen)
         low, high, deviation = candidates.min(), candidates.max(), candidates.std(correction=0).clamp(min=1e-3)
         moved = self.offsets[layer] + deviation * (self.gain * error + self.damping * (error - self.errors[layer]))
         self.offsets[layer] = moved.clamp(low - deviation, high + deviation)
@@ -103,13 +104,13 @@ class SparsityController(nn.Module):
     @torch.no_grad()
     def settle(self,
         layer: int,
-        seen: Sequence[tuple[Tensor, Tensor]],  # pairs of logits and valid blocks, as `update` takes them
+        sample: Sequence[tuple[Tensor, Tensor, Tensor]],  # logits, seen and forced, as `update` takes them
     ):
-        "Set a layer's offset to where exactly its target would have been dropped of all that was `seen`."
-        candidates = torch.cat([logits[droppable_blocks(valid).expand_as(logits)].float() for logits, valid in seen])
+        "Set a layer's offset to where exactly its target would have been dropped of all of a sample."
+        candidates = torch.cat([x[(seen & ~forced).expand_as(x)].float() for x, seen, forced in sample])
         candidates = candidates[candidates.isfinite()].sort().values
         if not len(candidates): return
-        blocks = sum(int(block_pairs(valid).sum()) * logits.shape[1] for logits, valid in seen)
+        blocks = sum(int(seen.expand_as(x).sum()) for x, seen, _ in sample)
         dropped = min(len(candidates), round(self.targets[layer].item() * blocks))
         self.offsets[layer] = candidates[dropped - 1] if dropped else candidates[0] - 1
 

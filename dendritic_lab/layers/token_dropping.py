@@ -6,7 +6,7 @@
 __all__ = ['TokenPerforation', 'gather_tokens']
 
 # %% ../../nbs/layers/03_token_dropping.ipynb #74ee52bf
-from .blocks import pool_blocks, valid_blocks
+from .blocks import pool_tokens
 
 # %% ../../nbs/layers/03_token_dropping.ipynb #0e5baa6f
 import torch
@@ -33,13 +33,11 @@ class TokenPerforation(nn.Module):
         mask: Tensor,  # (batch, seq) nonzero where there is a token
     ) -> Tensor:  # (batch, seq) float32, -inf for padding
         "Log of the attention that each token receives, over the average token's."
-        heads, dim, mask = q.shape[1], q.shape[-1], mask.bool()
-        mean = pool_blocks(q.transpose(1, 2).flatten(2), mask, self.block_size)[0]
-        mean = mean.unflatten(-1, (heads, dim)).transpose(1, 2)  # (batch, heads, blocks, head_dim)
-        rows = torch.cat([q[:, :, :1], mean], 2) @ k.transpose(-1, -2) * dim ** -0.5
+        mask, size = mask.bool(), self.block_size
+        rows = torch.cat([q[:, :, :1], pool_tokens(q, size, mask)], 2) @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         attention = rows.float().masked_fill(~mask[:, None, None], -torch.inf).softmax(-1)
         attention = attention.nan_to_num(0)  # a text without tokens
-        asking = valid_blocks(mask, self.block_size)[:, None, :, None]
+        asking = F.pad(mask, (0, -mask.shape[1] % size)).unflatten(1, (-1, size)).any(-1)[:, None, :, None]
         received = (attention[:, :, 1:] * asking).sum(2) / asking.sum(2).clamp(min=1)
         weights = self.mix.flatten().float().softmax(0).view_as(self.mix)
         share = torch.einsum("sh,sbht->bt", weights, torch.stack([attention[:, :, 0], received]))

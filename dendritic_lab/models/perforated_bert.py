@@ -9,10 +9,11 @@ __all__ = ['family_settings', 'bert_weights', 'without_base', 'with_base', 'Perf
 
 # %% ../../nbs/models/04_perforated_bert.ipynb #3183899a
 from ..data.sources import checkpoint_path
-from ..layers.perforation import BlockImportanceScorer, TaskAdaptiveBudget
+from ..layers.perforation import TaskAdaptiveBudget
 from ..layers.sparsity_control import SparsityController
 from ..layers.token_dropping import TokenPerforation
 from .perforated_layer import Knobs, LayerDecision, PerforatedBertConfig, PerforatedBertLayer
+from ..perforation.selectors import DistilledGate
 
 # %% ../../nbs/models/04_perforated_bert.ipynb #7d2f5cf6
 import importlib
@@ -107,8 +108,7 @@ class PerforatedBertPreTrainedModel(BertPreTrainedModel):
 
     def _init_weights(self, module: nn.Module):
         "Additions start with nothing dropped of a head's or a task's own; their linear maps start as BERT's do."
-        if isinstance(module, BlockImportanceScorer):
-            nn.init.zeros_(module.distance); nn.init.ones_(module.head_gate)
+        if isinstance(module, DistilledGate): module.reset_parameters()
         elif isinstance(module, TokenPerforation):
             nn.init.zeros_(module.mix); nn.init.constant_(module.threshold, -1.0)
         elif isinstance(module, SparsityController):
@@ -253,13 +253,14 @@ class PerforatedBertModel(PerforatedBertPreTrainedModel):
         task: Tensor | None = None,  # (batch,)
     ) -> Knobs:
         "How a layer is to decide about these texts."
-        config, share, count = self.config, None, None
+        config, sparsity, count = self.config, self.config.sparsity, None
         if task is not None and self.budget is None:
             raise ValueError("this model has no budgets for tasks: its configuration's num_tasks is 0")
-        if config.head_shares is not None: share = torch.tensor(config.head_shares[layer], device=lengths.device)
+        if config.head_shares is not None and sparsity:
+            sparsity = tuple(max(0.0, 1 - (1 - sparsity) * share) for share in config.head_shares[layer])
         if config.keep_ratio is not None:
             count = (lengths * config.keep_ratio ** ((layer + 1) / config.num_hidden_layers)).ceil().long()
-        return Knobs(config.sparsity, share, self.controller.offsets[layer].clone(),
+        return Knobs(sparsity, self.controller.offsets[layer].clone(),
                      None if task is None else self.budget(task)[layer], count, config.keep_ratio != 1,
                      self.training and self.soft_tokens, self.temperature, config.attention_backend)
 

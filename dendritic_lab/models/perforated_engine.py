@@ -50,9 +50,8 @@ def packed_states(
     mask = (owner[:, :, None] == owner[:, None, :])[:, None]
     hidden = model.embeddings(input_ids=tokens, position_ids=places)
     for layer in model.encoder.layer:
-        own = layer.attention.self
-        q, k, v = (layer.by_head(project(hidden)) for project in (own.query, own.key, own.value))
-        context = F.scaled_dot_product_attention(q, k, v, mask, scale=own.scaling).transpose(1, 2).flatten(2)
+        scale = layer.attention.self.scaling
+        context = F.scaled_dot_product_attention(*layer.project(hidden), mask, scale=scale).transpose(1, 2).flatten(2)
         hidden = layer.feed_forward_chunk(layer.attention.output(context, hidden))
     states = hidden.new_empty(len(ids), hidden.shape[-1])
     for row, texts in enumerate(rows):

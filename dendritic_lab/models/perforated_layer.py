@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from dendritic_kernels import BlockLists, block_sparse_attention
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertLayer
 
 # %% ../../nbs/models/03_perforated_layer.ipynb #dbfbfe27
-from ..layers.blocks import (
-    block_pairs, block_sparsity, constrain_blocks, droppable_blocks, top_blocks, valid_blocks)
-from ..layers.perforation import AdaptiveThreshold, BlockImportanceScorer, gumbel_sigmoid
+from ..layers.blocks import Layout, block_sparsity, keep_blocks, visible_blocks
+from ..layers.perforation import AdaptiveThreshold, gumbel_sigmoid
 from ..layers.token_dropping import TokenPerforation, gather_tokens
+from ..perforation.attention import sparse_attention
+from ..perforation.selectors import DistilledGate
 
 # %% ../../nbs/models/03_perforated_layer.ipynb #f4431126
 @strict
@@ -29,7 +29,8 @@ class PerforatedBertConfig(BertConfig):
     model_type = "perforated_bert"
 
     block_size: int = 64  # tokens
-    scorer_rank: int = 16
+    gate_rank: int | None = None  # features of a pool that its gate compares; None: as many as a head has
+    pool_size: int = 8  # tokens that a gate pools
     sparsity: float | int | None = 0.0  # share of blocks dropped; None: learned thresholds
     keep_ratio: float | int | None = 1.0  # share of tokens kept after the last layer; None: learned thresholds
     head_shares: list[list[float]] | None = None  # (layers, heads) of the kept blocks, mean 1; None: equal
@@ -40,8 +41,7 @@ class PerforatedBertConfig(BertConfig):
 # %% ../../nbs/models/03_perforated_layer.ipynb #5e3a3319
 class Knobs(NamedTuple):
     "How one layer is to decide in one forward pass."
-    sparsity: float | None = 0.0
-    share: Tensor | None = None  # (heads,) of the kept blocks, mean 1
+    sparsity: float | tuple[float, ...] | None = 0.0  # of all heads or of each
     offset: Tensor | float = 0.0  # of the controller
     shift: Tensor | None = None  # (batch, heads) of the task
     count: Tensor | None = None  # (batch,) tokens to keep; None: learned threshold
@@ -55,7 +55,8 @@ class LayerDecision(NamedTuple):
     "What one layer decided, for the next layer, the controller, the trainer and the pictures."
     logits: Tensor | None  # (batch, heads, blocks, blocks) less threshold, before the offset; None: not scored
     kept: Tensor  # (batch, heads, blocks, blocks) bool: blocks that were computed
-    valid: Tensor  # (batch, blocks) bool: blocks with a token
+    seen: Tensor  # (batch, 1, blocks, blocks) bool: blocks with tokens
+    forced: Tensor  # like seen: those of them that are always kept
     gate: Tensor | None = None  # like kept, with a gradient to the scorer; None in inference
     token_scores: Tensor | None = None  # (batch, tokens of this layer); None: tokens were not scored
     log_keep: Tensor | None = None  # (batch, tokens of this layer) how far dimmed, for the next layer; None: not at all
@@ -64,7 +65,12 @@ class LayerDecision(NamedTuple):
 
     def sparsity(self) -> float:
         "Share of the blocks of this layer's tokens that were dropped."
-        return block_sparsity(self.kept, self.valid).item()
+        return block_sparsity(self.kept, self.seen).item()
+
+    @property
+    def free(self) -> Tensor:  # like kept
+        "Blocks that were up for decision."
+        return (self.seen & ~self.forced).expand_as(self.kept)
 
 # %% ../../nbs/models/03_perforated_layer.ipynb #81298016
 class PerforatedBertLayer(BertLayer):
@@ -74,7 +80,7 @@ class PerforatedBertLayer(BertLayer):
         super().__init__(config, layer_idx)
         heads = config.num_attention_heads
         self.block_size = config.block_size
-        self.scorer = BlockImportanceScorer(config.hidden_size, heads, config.block_size, config.scorer_rank)
+        self.selector = DistilledGate(heads, heads, config.hidden_size // heads, config.gate_rank, config.pool_size)
         self.threshold = AdaptiveThreshold(config.hidden_size, heads)
         self.tokens = TokenPerforation(heads, config.block_size)
 
@@ -84,12 +90,11 @@ class PerforatedBertLayer(BertLayer):
         knobs: Knobs,
         log_keep: Tensor | None = None,  # (batch, seq) from the layers before; None: all are kept
     ) -> tuple[Tensor, Tensor, LayerDecision]:  # (batch, kept, hidden_size), (batch, kept)
-        own = self.attention.self
-        q, k, v = (self.by_head(project(hidden)) for project in (own.query, own.key, own.value))
-        decision = self.decide_blocks(hidden, mask, knobs)._replace(log_keep=log_keep)
+        (q, k, v), layout = self.project(hidden), self.layout(mask)
+        decision = self.decide_blocks(q, k, layout, hidden, mask, knobs)._replace(log_keep=log_keep)
         if knobs.drop: decision = decision._replace(token_scores=self.tokens.scores(q, k, mask))
         if knobs.drop and knobs.soft: decision = decision._replace(log_keep=self.dim(decision, knobs))
-        context = self.attend(q, k, v, mask, decision, knobs.backend).transpose(1, 2).flatten(2)
+        context = self.attend(q, k, v, layout, mask, decision, knobs.backend).transpose(1, 2).flatten(2)
         if knobs.drop and not knobs.soft:
             chosen = self.tokens.choose(decision.token_scores, knobs.count)
             gathered, mask, place = gather_tokens(torch.cat([context, hidden], -1), chosen, decision.token_scores)
@@ -97,25 +102,32 @@ class PerforatedBertLayer(BertLayer):
             decision = decision._replace(place=place)
         return self.feed_forward_chunk(self.attention.output(context, hidden)), mask, decision
 
-    def by_head(self, x: Tensor) -> Tensor:  # (batch, seq, hidden_size) -> (batch, heads, seq, head_dim)
-        return x.unflatten(-1, (-1, self.attention.self.attention_head_size)).transpose(1, 2)
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (batch, heads, seq, head_dim) each
+        "Queries, keys and values of (batch, seq, hidden_size)."
+        own = self.attention.self
+        by_head = lambda x: x.unflatten(-1, (-1, own.attention_head_size)).transpose(1, 2)
+        return by_head(own.query(hidden)), by_head(own.key(hidden)), by_head(own.value(hidden))
 
-    def decide_blocks(self, hidden: Tensor, mask: Tensor, knobs: Knobs) -> LayerDecision:
+    def layout(self, mask: Tensor) -> Layout:  # (batch, seq) bool, a text's tokens first
+        return Layout(mask.shape[1], mask.shape[1], self.block_size, ends=mask.sum(1))
+
+    def decide_blocks(self, q: Tensor, k: Tensor, layout: Layout, hidden: Tensor, mask: Tensor, knobs: Knobs
+                      ) -> LayerDecision:
         "Which blocks to compute. They are scored only where there is something to decide."
-        valid = valid_blocks(mask, self.block_size)
-        if knobs.sparsity == 0 or valid.shape[1] <= 1:
-            return LayerDecision(None, block_pairs(valid).expand(-1, self.scorer.num_heads, -1, -1), valid)
-        logits = self.scorer(hidden, mask) - self.threshold(hidden, mask)[:, :, None, None]
+        (seen, forced), shape = visible_blocks(layout, q.device), (*q.shape[:2], *layout.blocks)
+        if knobs.sparsity == 0 or layout.blocks[1] == 1: return LayerDecision(None, seen.expand(shape), seen, forced)
+        scores = self.selector(q, k, layout, self.attention.self.scaling).expand(shape)
+        over_average = scores * seen.sum(-1, keepdim=True).clamp(min=1)  # 1 in any row, at any length
+        logits = over_average.clamp(min=1e-9).log() - self.threshold(hidden, mask)[:, :, None, None]
         if knobs.shift is not None: logits = logits - knobs.shift[:, :, None, None]
         if knobs.sparsity is None:
             gate = gumbel_sigmoid(logits - knobs.offset, knobs.temperature, training=self.training)
+            kept = (gate > 0.5) & seen | forced
         else:
-            keep = (1 - knobs.sparsity) * (1 if knobs.share is None else knobs.share)
-            soft = torch.sigmoid(logits / knobs.temperature)
-            gate = soft + (top_blocks(logits.detach(), valid, keep).to(soft) - soft).detach()
-        kept = constrain_blocks(gate > 0.5, valid)
-        if not self.training: return LayerDecision(logits, kept, valid)
-        return LayerDecision(logits, kept, valid, torch.where(droppable_blocks(valid), gate, kept.to(gate)))
+            kept, soft = keep_blocks(scores, layout, knobs.sparsity), torch.sigmoid(logits / knobs.temperature)
+            gate = soft + (kept.to(soft) - soft).detach()
+        if not self.training: return LayerDecision(logits, kept, seen, forced)
+        return LayerDecision(logits, kept, seen, forced, torch.where(seen & ~forced, gate, kept.to(gate)))
 
     def dim(self, decision: LayerDecision, knobs: Knobs) -> Tensor:  # (batch, seq) log keep probabilities
         "Dim tokens below the learned threshold, or below the score of the last one to keep."
@@ -126,9 +138,10 @@ class PerforatedBertLayer(BertLayer):
         before = 0.0 if decision.log_keep is None else decision.log_keep
         return self.tokens.log_keep(scores, knobs.temperature, before, threshold)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, decision: LayerDecision, backend: str) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, mask: Tensor, decision: LayerDecision,
+               backend: str) -> Tensor:
         "Attention over the kept blocks, (batch, heads, seq, head_dim)."
-        scale, log_keep, length = self.attention.self.scaling, decision.log_keep, q.shape[2]
+        scale, log_keep = self.attention.self.scaling, decision.log_keep
         if decision.logits is None:
             bias = mask[:, None, None]
             if log_keep is not None: bias = log_keep.masked_fill(~mask, -torch.inf)[:, None, None].to(q)
@@ -138,11 +151,5 @@ class PerforatedBertLayer(BertLayer):
         if log_keep is not None:
             q, v = F.pad(q, (0, 1), value=1.0), F.pad(v, (0, 1))
             k = torch.cat([k, (log_keep / scale).to(k)[:, None, :, None].expand(-1, k.shape[1], -1, 1)], -1)
-        audit = None
-        if decision.gate is not None:
-            dropped = droppable_blocks(decision.valid) & ~decision.kept
-            audit = BlockLists.from_mask(dropped, length, self.block_size)
-        lists = BlockLists.from_mask(decision.kept, length, self.block_size)
-        out = block_sparse_attention(q.contiguous(), k.contiguous(), v.contiguous(), lists, lengths=mask.sum(1),
-                                     scale=scale, gate=decision.gate, audit=audit, backend=backend)
+        out = sparse_attention(q, k, v, decision.kept, layout, scale, decision.gate, backend)
         return out if log_keep is None else out[..., :-1]

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from ..layers.blocks import Layout
 from .interface import Attachment, attention_modules, seen_by
-from .selectors import DistilledGate, Layout, grouped_products
+from .selectors import DistilledGate, grouped_products
 
 # %% ../../nbs/perforation/03_cache.ipynb #bfb80072
 class PrunedLayer(DynamicLayer):

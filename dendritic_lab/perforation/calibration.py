@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..layers.blocks import Layout, keep_blocks
 from .attention import Perforation, perforate, sparse_attention
-from .selectors import (
-    DistilledGate, Layout, PooledTopK, attention_mass, gate_loss, keep_blocks)
+from .selectors import DistilledGate, PooledTopK, attention_mass, gate_loss
 
 # %% ../../nbs/perforation/04_calibration.ipynb #1aeec7bc
 LEVELS = (0.0, 0.25, 0.5, 0.625, 0.75, 0.875, 0.9375)

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .selectors import Layout, visible_tokens
+from ..layers.blocks import Layout, visible_tokens
 
 # %% ../../nbs/perforation/01_interface.ipynb #8a81aa30
 @lru_cache(None)

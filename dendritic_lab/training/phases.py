@@ -4,17 +4,15 @@
 
 # %% auto #0
 __all__ = ['Phase', 'of_all_processes', 'controlled_loss', 'training_step', 'train_phase', 'calibrate', 'train_phases',
-           'train_alike', 'compare_training', 'PlainScorer', 'block_attention', 'distil_scorers', 'is_scorer',
-           'learning_rates', 'measure_sparsity', 'replace_scorers', 'scorer_loss']
+           'train_alike', 'compare_training', 'distil_scorers', 'is_scorer', 'learning_rates', 'measure_sparsity',
+           'scorer_loss']
 
 # %% ../../nbs/training/09_phases.ipynb #344281fd
 from ..evaluate.perforation import decisions_of, measure_sparsity
-from ..layers.blocks import droppable_blocks
 from ..layers.sparsity_control import SparsityController, SparsitySchedule, TemperatureSchedule
 from ..measure.speed import Comparison, compare_latency
 from ..models.perforated_bert import (
     PerforatedBertForSequenceClassification, PerforatedBertPreTrainedModel, PerforatedOutput)
-from ..models.perforated_rivals import PlainScorer, block_attention, replace_scorers
 from .loop import Fit, fit
 from .scorers import distil_scorers, is_scorer, learning_rates, scorer_loss, training_only
 
@@ -31,8 +29,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification
 
 # %% ../../nbs/training/09_phases.ipynb #af9848db
-_all_ = ["PlainScorer", "block_attention", "distil_scorers", "is_scorer", "learning_rates", "measure_sparsity",
-         "replace_scorers", "scorer_loss"]
+_all_ = ["distil_scorers", "is_scorer", "learning_rates", "measure_sparsity", "scorer_loss"]
 
 # %% ../../nbs/training/09_phases.ipynb #6e2ebee0
 @dataclass(frozen=True)
@@ -67,18 +64,16 @@ class Phase:
 
 # %% ../../nbs/training/09_phases.ipynb #8d026fbe
 def of_all_processes(
-    logits: Tensor,  # (batch, heads, blocks, blocks)
-    valid: Tensor,  # (batch, blocks)
-    kept: Tensor,  # (batch, heads, blocks, blocks) bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    "The same of all processes' parts. Shorter parts are filled up with blocks that are not valid."
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1: return logits, valid, kept
-    longest = torch.tensor(valid.shape[1], device=valid.device)
+    *parts: Tensor,  # (batch, heads or 1, blocks, blocks): logits, and bool
+) -> list[Tensor]:
+    "The same of all processes' parts. Shorter parts are filled up with zeros, blocks that are not seen."
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1: return [*parts]
+    longest = torch.tensor(parts[0].shape[-1], device=parts[0].device)
     torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX)
-    missing = int(longest) - valid.shape[1]
-    joined = lambda x, pad: torch.cat(_all_gather(F.pad(x, pad).contiguous()))
-    pairs = (0, missing, 0, missing)
-    return joined(logits, pairs), joined(valid.byte(), (0, missing)).bool(), joined(kept.byte(), pairs).bool()
+    missing = int(longest) - parts[0].shape[-1]
+    padded = lambda x: F.pad(x, (0, missing, 0, missing)).contiguous()
+    joined = lambda x: torch.cat(_all_gather(padded(x.byte() if x.dtype == torch.bool else x)))
+    return [joined(x).to(x.dtype) for x in parts]
 
 
 def _all_gather(part: Tensor) -> list[Tensor]:
@@ -95,9 +90,9 @@ def controlled_loss(
     "Move the controller by what was decided, and add its penalty to the loss."
     scored = [(i, d) for i, d in enumerate(out.decisions) if d.logits is not None]
     if controller.gain:
-        for i, d in scored: controller.update(i, *of_all_processes(d.logits.detach(), d.valid, d.kept))
+        for i, d in scored: controller.update(i, *of_all_processes(d.logits.detach(), d.seen, d.forced, d.kept))
     controller.steps += 1
-    logits = [(d.logits - controller.offsets[i])[droppable_blocks(d.valid).expand_as(d.logits)] for i, d in scored]
+    logits = [(d.logits - controller.offsets[i])[d.free] for i, d in scored]
     return out.loss + controller.penalty([torch.sigmoid(of_layer) for of_layer in logits])
 
 # %% ../../nbs/training/09_phases.ipynb #df4a74c5
@@ -153,7 +148,7 @@ def calibrate(
     controller = model.base_model.controller
     for layer in range(len(controller.offsets)):
         seen = [decisions[layer] for decisions in decisions_of(model, texts)]
-        scored = [(d.logits, d.valid) for d in seen if d.logits is not None]
+        scored = [(d.logits, d.seen, d.forced) for d in seen if d.logits is not None]
         if scored: controller.settle(layer, scored)
 
 # %% ../../nbs/training/09_phases.ipynb #7dec609a

@@ -6,11 +6,10 @@
 __all__ = ['is_scorer', 'learning_rates', 'training_only', 'layer_inputs', 'scorer_loss', 'distil_scorers', 'distilled_gates']
 
 # %% ../../nbs/training/08_scorers.ipynb #0bbc55e0
-from ..layers.blocks import valid_blocks
 from ..models.perforated_bert import (
     PerforatedBertForSequenceClassification, PerforatedBertPreTrainedModel, family_settings)
 from ..models.perforated_layer import PerforatedBertConfig
-from ..models.perforated_rivals import block_attention
+from ..perforation.selectors import attention_mass, gate_loss
 from .loop import Fit, fit
 
 # %% ../../nbs/training/08_scorers.ipynb #c95ab17b
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -26,7 +24,7 @@ from transformers import PreTrainedModel
 # %% ../../nbs/training/08_scorers.ipynb #12bcd339
 def is_scorer(name: str) -> bool:
     "Whether a parameter of a perforated model decides what to keep; the others compute."
-    return any(part in name.split(".") for part in ("scorer", "threshold", "tokens", "budget"))
+    return any(part in name.split(".") for part in ("selector", "threshold", "tokens", "budget"))
 
 
 def learning_rates(
@@ -41,7 +39,7 @@ def learning_rates(
     rates = {f"{prefix}embeddings.": lr * layer_decay ** len(layers)}
     for i, layer in enumerate(layers):
         rates[f"{prefix}encoder.layer.{i}."] = lr * layer_decay ** (len(layers) - 1 - i)
-        for part in ("scorer", "threshold", "tokens"):
+        for part in ("selector", "threshold", "tokens"):
             if [*getattr(layer, part).parameters()]: rates[f"{prefix}encoder.layer.{i}.{part}."] = scorer_lr
     return rates | ({f"{prefix}budget.": scorer_lr} if model.base_model.budget is not None else {})
 
@@ -74,13 +72,12 @@ def layer_inputs(
 
 
 def scorer_loss(model: PerforatedBertPreTrainedModel, batch: dict[str, Tensor]) -> Tensor:  # scalar
-    "KL divergence of the scorers' softmax from `block_attention`, averaged over rows, heads and layers."
+    "KL divergence of the true attention from the gates' scores, averaged over rows, heads and layers."
     total, layers = 0.0, model.base_model.encoder.layer
     for layer, (hidden, mask) in zip(layers, layer_inputs(model, batch)):
-        valid = valid_blocks(mask, layer.block_size)
-        predicted = layer.scorer(hidden, mask).log_softmax(-1)  # a threshold is the same for a whole row
-        rows = F.kl_div(predicted, block_attention(layer, hidden, mask), reduction="none").sum(-1)
-        total = total + (rows * valid[:, None]).sum() / (valid.sum() * rows.shape[1]).clamp(min=1)
+        with torch.no_grad(): q, k, _ = layer.project(hidden)
+        asked = q, k, layer.layout(mask), layer.attention.self.scaling
+        total = total + gate_loss(layer.selector(*asked), attention_mass(*asked))
     return total / len(layers)
 
 # %% ../../nbs/training/08_scorers.ipynb #9e82c776
@@ -90,7 +87,7 @@ def distil_scorers(
     **settings,  # of `fit`; lr is the scorers'
 ) -> Fit:
     "Teach the scorers where the dense model attends; its weights are frozen meanwhile."
-    with training_only(model, lambda name: "scorer" in name.split(".")):
+    with training_only(model, lambda name: "selector" in name.split(".")):
         return fit(model, train, loss=scorer_loss, **{"lr": 1e-3, "description": "scorers", **settings})
 
 # %% ../../nbs/training/08_scorers.ipynb #e9b56bd2
