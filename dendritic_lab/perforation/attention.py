@@ -60,7 +60,6 @@ class LayerCount:
     "What happened at one attention module."
     calls: int = 0
     sparse: int = 0
-    masked: int = 0  # of the sparse calls, those that the kernel for GPUs does not take
     kept: Tensor | float = 0.0  # (heads,) blocks, in sparse calls
     seen: Tensor | float = 0.0  # (heads,) blocks that could be seen
     dense: Counter = field(default_factory=Counter)  # dense calls by reason
@@ -156,7 +155,6 @@ class Perforation:
         gate = unit_gate(scores).expand_as(kept) if learns else None
         out = sparse_attention(q, k, v, kept, layout, scale, gate)
         count.sparse += 1
-        count.masked += q.is_cuda and (layout.starts is not None or layout.queries < layout.keys)
         return out.transpose(1, 2).contiguous(), None
 
     def report(self, heads: bool = False) -> pd.DataFrame:  # a row for each layer, or for each of its heads
@@ -164,21 +162,19 @@ class Perforation:
 
         - `layer`, `name`: of the attention module; `head`: of its heads, if asked for
         - `calls`, `sparse_calls`, `dense_calls`: how many, and how many were which
-        - `masked_calls`: sparse calls on a GPU, with padding on the left or with queries that are a part of the keys,
-          which are computed with a mask: right, and not faster than dense
         - `dropped`: share of the visible blocks that were dropped in sparse calls
         - `why`: reasons of the dense calls
         """
         rows = []
         for i, (name, c) in enumerate(zip(self.names, self.counts)):
             why = "; ".join(f"{reason}: {n}" for reason, n in c.dense.most_common())
-            row = dict(layer=i, name=name, calls=c.calls, sparse_calls=c.sparse, masked_calls=c.masked)
+            row = dict(layer=i, name=name, calls=c.calls, sparse_calls=c.sparse)
             row |= dict(dense_calls=c.dense.total())
             share = 1 - c.kept.double() / c.seen if c.sparse else torch.full((1,), torch.nan)
             each = [dict(head=h, dropped=s) for h, s in enumerate(share.tolist())] if heads else [
                 dict(dropped=(1 - c.kept.sum().item() / c.seen.sum().item()) if c.sparse else float("nan"))]
             rows += [row | e | dict(why=why) for e in each]
-        missing = dict(calls=0, sparse_calls=0, masked_calls=0, dense_calls=0, dropped=float("nan"), why="not reached")
+        missing = dict(calls=0, sparse_calls=0, dense_calls=0, dropped=float("nan"), why="not reached")
         return pd.DataFrame(rows + [dict(name=name) | missing for name in self.unreached])
 
     def restore(self):

@@ -46,21 +46,17 @@ def block_sparse_attention(
     Backends: `triton` (NVIDIA GPUs), `cpu` (PyTorch), `cpp` (C++, compiled on first use, computes in float32; falls
     back to `cpu` with a warning that says why), `flex` (PyTorch's FlexAttention), `sdpa`
     (PyTorch's dense attention with a mask), `dense` (written out, also float64). `auto` takes the fastest that fits.
-    `flex` and `sdpa` take no gate, `triton` no `starts` and no `query_offset`.
+    `flex` and `sdpa` take no gate.
 
-    Raises `TypeError` or `ValueError` that says what was expected, `NotImplementedError` where `triton` is asked for
-    what it does not do. On a GPU lengths, starts and offsets are not looked at, which would wait for it: they are
+    Raises `TypeError` or `ValueError` that says what was expected. On a GPU lengths, starts and offsets are not looked at, which would wait for it: they are
     clamped to the keys.
     """
     _check(q, k, v, lists, gate, audit, backend)
     spans = _spans(q, k, lengths, starts, query_offset)
-    together = starts is None and not isinstance(query_offset, Tensor) and q.shape[2] == k.shape[2]  # both begin at 0
-    if backend == "triton" and not together:
-        raise NotImplementedError("backend 'triton' takes no starts and no query_offset; use 'auto', 'flex' or 'sdpa'")
     if scale is not None and not math.isfinite(scale): raise ValueError(f"scale must be finite, got {scale}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if q.numel() == 0: return q + k.sum() + v.sum() + (0 if gate is None else gate.sum())  # empty, and differentiable
-    if backend == "auto": backend = _fitting(q, lists, gate, together)
+    if backend == "auto": backend = _fitting(q, lists, gate)
     if backend in ("dense", "sdpa", "flex"): _check_spans(q, k, spans)
     if backend == "dense":
         return dense_attention(q, k, v, lists.block_mask(), lists.block_size, spans=spans, causal=causal,
@@ -79,10 +75,10 @@ def block_sparse_attention(
                       *audited, lists.block_size, causal, scale, backend)[0]
 
 
-def _fitting(q: Tensor, lists: BlockLists, gate: Tensor | None, together: bool) -> str:
+def _fitting(q: Tensor, lists: BlockLists, gate: Tensor | None) -> str:
     "What `auto` can know before it looks at the lists, which on a GPU would wait for it."
     if not q.is_cuda: return "auto"
-    if together and _triton_cannot(q, lists) is None: return "triton"
+    if _triton_cannot(q, lists) is None: return "triton"
     return "sdpa" if gate is None else "dense"
 
 

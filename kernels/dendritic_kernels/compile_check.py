@@ -26,13 +26,13 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 DTYPES = dict(fp16=torch.float16, bf16=torch.bfloat16, fp32=torch.float32)
 POINTERS = dict(scores="{dtype}", q="{dtype}", k="{dtype}", v="{dtype}", out="{dtype}", grad="{dtype}", dq="{dtype}",
                 dk="{dtype}", dv="{dtype}", lse="fp32", delta="fp32", gate="fp32", dgate="fp32",
-                counts="i32", index="i32", lengths="i32", row_counts="i32", row_index="i32", col_counts="i32",
+                counts="i32", index="i32", spans="i32", row_counts="i32", row_index="i32", col_counts="i32",
                 col_index="i32")
 
 
 def compile_variant(kernel, capability: int, dtype: str = "fp16", **constants):
     "Compile one kernel for tensors that are aligned to 16 bytes. Arguments that a variant does not use are None."
-    absent = {"lengths"} if not constants.get("RAGGED") else set()
+    absent = {"spans"} if not constants.get("RAGGED") else set()
     if not constants.get("GATED"): absent |= {"gate", "dgate"}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attrs = {}, {}

@@ -60,7 +60,7 @@ class BlockLists:
                   query_len: int | None = None) -> BlockLists:
         """Lists of the true entries of `block_mask` (batch, heads, q_blocks, k_blocks), bool.
 
-        `query_len` None: as many queries as keys. On a GPU no wait, and with as many queries as keys one launch.
+        `query_len` None: as many queries as keys. On a GPU no wait, and one launch.
         Raises `TypeError` or `ValueError` for another type or shape.
         """
         if not isinstance(block_mask, Tensor):
@@ -95,7 +95,7 @@ class BlockLists:
         if tuple(scores.shape[2:]) != (rows, cols):
             expected = f"(batch, heads, {rows}, {cols}) for {_sizes(seq_len, block_size, query_len)}"
             raise ValueError(f"{name} must be {expected}, got {tuple(scores.shape)}")
-        if scores.is_cuda and scores.dtype != torch.float64 and rows == cols:
+        if scores.is_cuda and scores.dtype != torch.float64:
             from .triton_kernels import build_lists
             dtype = scores.dtype if scores.is_floating_point() else None
             rounded = torch.tensor(threshold, dtype=dtype).item()

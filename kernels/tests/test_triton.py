@@ -18,31 +18,20 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda") 
     dict(seq=64), dict(seq=70, causal=True, ragged=True, gated=True), dict(seq=33, ragged=True, dim=24),
     dict(seq=48, causal=True, density=1.0), dict(seq=130, dim=64, block=64, heads=1, kv_heads=1, batch=1, gated=True),
     dict(seq=16, gated=True, density=0.0), dict(seq=1, dim=33),
-    dict(seq=50, gated=True, density=0.1, heads=3, kv_heads=1),
+    dict(seq=50, gated=True, density=0.1, heads=3, kv_heads=1), dict(seq=70, padded=True, ragged=True, gated=True),
+    dict(seq=90, queries=40, causal=True), dict(seq=90, queries=40, padded=True, gated=True, seed=2),
+    dict(seq=90, queries=21, causal=True, padded=True, ragged=True, gated=True, seed=1),
+    dict(seq=80, causal=True, padded=True, gated=True, density=0.8),
 ], ids=str)
 def test_agrees_with_the_reference(sizes, dtype): check("triton", device=DEVICE, dtype=dtype, **{"block": 16} | sizes)
 
 
-def test_what_it_does_not_take():
-    "Queries that begin later than keys, and left padding; `auto` then takes another backend."
-    q, k, v, mask = (x.to(DEVICE) for x in problem(queries=16, seq=48, block=16))
-    call = lambda **change: block_sparse_attention(q, k, v, BlockLists.from_mask(mask, 48, 16, 16), query_offset=7,
-                                                   causal=True, **change)
-    with pytest.raises(NotImplementedError, match="query_offset"): call(backend="triton")
-    torch.testing.assert_close(call(), call(backend="dense"))
-    q = torch.cat([q, q, q], 2)
-    call = lambda **change: block_sparse_attention(q, k, v, BlockLists.from_mask(mask.expand(-1, -1, 3, -1), 48, 16),
-                                                   starts=torch.tensor([0, 20]).to(DEVICE), causal=True, **change)
-    with pytest.raises(NotImplementedError, match="starts"): call(backend="triton")
-    torch.testing.assert_close(call(), call(backend="dense"))
-
-
 def test_lists_in_one_launch():
     from dendritic_kernels.triton_kernels import build_lists
-    for blocks, density in [(1, 1.0), (3, 0.5), (8, 0.0), (5, 0.7)]:
-        mask = problem(seq=blocks * 8, density=density)[3]
-        for layout in (mask, mask.transpose(-1, -2)):
-            lists = BlockLists.from_mask(layout, blocks * 8, 8)
+    for rows, blocks, density in [(1, 1, 1.0), (3, 3, 0.5), (8, 8, 0.0), (2, 5, 0.7), (1, 6, 0.4)]:
+        mask = problem(seq=blocks * 8, queries=rows * 8, density=density)[3]
+        for layout in (mask, *([mask.transpose(-1, -2)] if rows == blocks else [])):
+            lists = BlockLists.from_mask(layout, blocks * 8, 8, rows * 8)
             for source in ((layout.to(DEVICE),), (torch.where(layout, 0.75, float("nan")).to(DEVICE), 0.5),
                            (torch.where(layout, 0.75, 0.5).half().to(DEVICE), 0.5)):
                 for built, expected in zip(build_lists(*source),
