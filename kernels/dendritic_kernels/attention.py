@@ -48,8 +48,8 @@ def block_sparse_attention(
     (PyTorch's dense attention with a mask), `dense` (written out, also float64). `auto` takes the fastest that fits.
     `flex` and `sdpa` take no gate.
 
-    Raises `TypeError` or `ValueError` that says what was expected. On a GPU lengths, starts and offsets are not looked at, which would wait for it: they are
-    clamped to the keys.
+    Raises `TypeError` or `ValueError` that says what was expected. On a GPU lengths, starts and offsets are not looked
+    at, which would wait for it: they are clamped to the keys.
     """
     _check(q, k, v, lists, gate, audit, backend)
     spans = _spans(q, k, lengths, starts, query_offset)

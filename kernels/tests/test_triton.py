@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from dendritic_kernels import BlockLists, block_sparse_attention
+from dendritic_kernels import BlockLists
 from problems import check, problem
 
 pytest.importorskip("triton")
