@@ -10,10 +10,10 @@ __all__ = ['family_settings', 'bert_weights', 'without_base', 'with_base', 'Perf
 # %% ../../nbs/models/04_perforated_bert.ipynb #3183899a
 from ..data.sources import checkpoint_path
 from ..layers.perforation import TaskAdaptiveBudget
+from ..layers.selectors import DistilledGate
 from ..layers.sparsity_control import SparsityController
 from ..layers.token_dropping import TokenPerforation
 from .perforated_layer import Knobs, LayerDecision, PerforatedBertConfig, PerforatedBertLayer
-from ..perforation.selectors import DistilledGate
 
 # %% ../../nbs/models/04_perforated_bert.ipynb #7d2f5cf6
 import importlib

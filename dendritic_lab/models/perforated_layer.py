@@ -16,11 +16,10 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertLayer
 
 # %% ../../nbs/models/03_perforated_layer.ipynb #dbfbfe27
-from ..layers.blocks import Layout, block_sparsity, keep_blocks, visible_blocks
+from ..layers.blocks import Layout, block_sparsity, keep_blocks, sparse_attention, visible_blocks
 from ..layers.perforation import AdaptiveThreshold, gumbel_sigmoid
+from ..layers.selectors import DistilledGate
 from ..layers.token_dropping import TokenPerforation, gather_tokens
-from ..perforation.attention import sparse_attention
-from ..perforation.selectors import DistilledGate
 
 # %% ../../nbs/models/03_perforated_layer.ipynb #f4431126
 @strict

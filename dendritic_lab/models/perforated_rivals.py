@@ -8,9 +8,9 @@ __all__ = ['RIVALS', 'RandomBlocks', 'replace_selectors', 'FixedThreshold', 'fix
 
 # %% ../../nbs/models/06_perforated_rivals.ipynb #fe201c2a
 from ..layers.blocks import Layout
+from ..layers.selectors import Oracle, PooledTopK, WindowSink
 from .perforated_bert import PerforatedBertForSequenceClassification, PerforatedBertPreTrainedModel
 from .perforated_layer import PerforatedBertConfig
-from ..perforation.selectors import Oracle, PooledTopK, WindowSink
 
 # %% ../../nbs/models/06_perforated_rivals.ipynb #098c2a81
 import torch

@@ -1,6 +1,7 @@
 """Sparse attention and pruned caches for models that one already has."""
 
+from ..layers.blocks import Layout, keep_blocks
+from ..layers.selectors import DistilledGate, Oracle, PooledTopK, WindowSink, attention_mass, gate_loss
 from .attention import Perforation, perforate
 from .cache import CachePruning, PrunedLayer, prune_cache
 from .calibration import distil_gates, head_budgets, head_costs, tune_gates
-from .selectors import DistilledGate, Layout, Oracle, PooledTopK, WindowSink, attention_mass, gate_loss, keep_blocks

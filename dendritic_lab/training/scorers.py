@@ -6,10 +6,10 @@
 __all__ = ['is_scorer', 'learning_rates', 'training_only', 'layer_inputs', 'scorer_loss', 'distil_scorers', 'distilled_gates']
 
 # %% ../../nbs/training/08_scorers.ipynb #0bbc55e0
+from ..layers.selectors import attention_mass, gate_loss
 from ..models.perforated_bert import (
     PerforatedBertForSequenceClassification, PerforatedBertPreTrainedModel, family_settings)
 from ..models.perforated_layer import PerforatedBertConfig
-from ..perforation.selectors import attention_mass, gate_loss
 from .loop import Fit, fit
 
 # %% ../../nbs/training/08_scorers.ipynb #c95ab17b
