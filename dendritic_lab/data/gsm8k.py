@@ -8,7 +8,7 @@ __all__ = ['GROUPED', 'parse_number', 'extract_answer', 'matches', 'exact_match'
 
 # %% ../../nbs/data/09_gsm8k.ipynb #040895fe
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import islice
 
@@ -119,12 +119,13 @@ def training_batches(
     batch_size: int = 4,
     max_length: int = 512,  # tokens
     shuffle: bool = True,
+    encode: Callable[..., tuple[list[int], list[int]]] = encode_problem,  # (tokenizer, row) -> both as tokens
 ) -> DataLoader:  # of input_ids, attention_mask, labels (batch, tokens); labels are -100 on the question and padding
     """Problems with solutions; the loader's `left_out` tells how many were too long.
 
     Raises `ValueError` when none fits, or for a tokenizer without an end-of-text token."""
     if tokenizer.eos_token_id is None: raise ValueError("the tokenizer has no end-of-text token")
-    problems = [encode_problem(tokenizer, row) for row in rows]
+    problems = [encode(tokenizer, row) for row in rows]
     fitting = [(question, solution) for question, solution in problems if len(question + solution) <= max_length]
     if not fitting: raise ValueError(f"none of the {len(rows)} problems fits into {max_length} tokens")
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
