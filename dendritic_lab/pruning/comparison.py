@@ -25,9 +25,15 @@ class Start:
     "Trained models of one kind, one a seed, and how they are pruned and recover."
     models: Sequence[PreTrainedModel]
     calibration: Mixture
-    recovery: Mixture  # the text that was found to be enough
-    lr: float
-    tried: dict[tuple[float, int], float] = field(default_factory=dict)  # (rate, blocks) -> validation loss
+    text: Mixture  # to recover on
+    ways: dict[float, tuple[float, int]]  # share that is pruned -> rate of recovery, and how many blocks of the text
+    tried: dict[tuple[float, float, int], float] = field(default_factory=dict)  # (share, rate, blocks) -> loss
+
+    def recovery(self, share: float | str) -> tuple[Mixture, float]:  # "2:4" is a half
+        "Text and rate that were best at the nearest share: what much pruning needs spoils a model after a little."
+        wanted = 0.5 if share == "2:4" else share
+        lr, blocks = self.ways[min(self.ways, key=lambda tried: abs(tried - wanted))]
+        return self.text[:blocks], lr
 
     def weights(self,
         method: str,  # of `METHODS`
@@ -35,8 +41,8 @@ class Start:
         recovered: bool = True,
     ) -> list[PreTrainedModel]:
         "Pruned copies, as `prune_weights` gives them."
-        text = self.recovery if recovered else None
-        return [prune_weights(model, method, share, self.calibration, text, self.lr, seed)
+        text, lr = self.recovery(share) if recovered else (None, 0.0)
+        return [prune_weights(model, method, share, self.calibration, text, lr, seed)
                 for seed, model in enumerate(self.models)]
 
     def units(self,
@@ -45,23 +51,25 @@ class Start:
         rounds: int = 1,
     ) -> list[PreTrainedModel]:
         "Smaller copies that have recovered, as `prune_units` gives them."
-        return [prune_units(model, share, self.calibration, self.recovery, self.lr, seed, kinds, rounds)
+        text, lr = self.recovery(share)
+        return [prune_units(model, share, self.calibration, text, lr, seed, kinds, rounds)
                 for seed, model in enumerate(self.models)]
 
 
 def find_start(
     models: Sequence[PreTrainedModel],
-    share: float,  # at which ways to recover are compared, as in `search_recovery`
+    shares: Sequence[float],  # at which ways to recover are compared, as in `search_recovery`
     calibration: Mixture,
     text: Mixture,  # to recover on
     validation: Mixture,
     rates: Sequence[float],
     blocks: Sequence[int],  # lengths of recovery
 ) -> Start:
-    "The rate and the length that suit the first model best."
-    tried = search_recovery(models[0], share, text, validation, rates, blocks)
-    lr, n = min(tried, key=tried.get)
-    return Start(models, calibration, text[:n], lr, tried)
+    "The rate and the length that suit the first model best, at each share."
+    tried = {share: search_recovery(models[0], share, text, validation, rates, blocks) for share in shares}
+    best = {share: min(found, key=found.get) for share, found in tried.items()}
+    losses = {(share, *way): loss for share, found in tried.items() for way, loss in found.items()}
+    return Start(models, calibration, text, best, losses)
 
 # %% ../../nbs/pruning/09_comparison.ipynb #1c0f9a12
 def core_left(model: nn.Module) -> int:
