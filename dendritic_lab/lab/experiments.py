@@ -48,8 +48,8 @@ class Parameter:
     allowed: str = ""  # "1..20" or "auto|local|hub|embedded"; empty: anything of the type
 
     def check(self, value: object) -> object:
-        """`value` as this parameter's type; a list may be text with commas. Raises `UsageError` for another type or a
-        value that is not allowed."""
+        """`value` as this parameter's type; a list may be text with commas, in brackets or not. Raises
+        `UsageError` for another type or a value that is not allowed."""
         if self.type in LISTS: return self._check_list(value)
         converted = self._convert(value)
         if "|" in self.allowed and converted not in (choices := self.allowed.split("|")):
@@ -60,7 +60,10 @@ class Parameter:
         return converted
 
     def _check_list(self, value: object) -> list:
-        item, values = replace(self, type=self.type[5:-1]), value.split(",") if isinstance(value, str) else value
+        item, values = replace(self, type=self.type[5:-1]), value
+        if isinstance(value, str):
+            try: values = yaml.safe_load(value) if value.strip().startswith("[") else value.split(",")
+            except yaml.YAMLError: values = None
         if not isinstance(values, list) or not values:
             raise self._refusal(value, f"values of type {item.type}, separated by commas")
         return [item.check(v.strip() if isinstance(v, str) else v) for v in values]
