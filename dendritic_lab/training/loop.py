@@ -190,6 +190,7 @@ def fit(
     """Train `model` with AdamW. With `shard`, `loss`, `evaluate` and `before_epoch` get a copy of `model` and must use
     no other. Raises `ValueError` for settings or data that cannot work, `DivergenceError` when the loss is not finite
     and `CheckpointError` when `checkpoint` is damaged or was made with other settings."""
+    processes.keep_freed_memory()
     settings, trackers = Settings(**settings), tuple(trackers)
     check_arguments(settings, train, evaluate, growth, shard)
     if growth is not None: growth.check_fit(model, settings.maximize, checkpoint, settings.patience)

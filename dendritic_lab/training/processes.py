@@ -4,10 +4,13 @@
 
 # %% auto #0
 __all__ = ['new_accelerator', 'leave_process_group_at_exit', 'mean_over_processes', 'agree', 'synchronise_buffers', 'LossModule',
-           'own_loss', 'inner_model', 'forget_optimizers', 'forget_model', 'epoch_seed', 'seed_epoch', 'draw_apart']
+           'own_loss', 'inner_model', 'forget_optimizers', 'forget_model', 'epoch_seed', 'seed_epoch', 'draw_apart',
+           'keep_freed_memory']
 
 # %% ../../nbs/training/03_processes.ipynb #9c5c665f
 import atexit
+import ctypes
+import os
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -130,3 +133,12 @@ def seed_epoch(train: DataLoader, seed: int, epoch: int) -> None:
 def draw_apart(process: int) -> None:
     "Once the order of an epoch is drawn: let each process draw other numbers; the first one goes on as if alone."
     if process: torch.manual_seed(torch.initial_seed() + 7919 * process)
+
+# %% ../../nbs/training/03_processes.ipynb #79499337
+@cache
+def keep_freed_memory() -> bool:  # whether this process does
+    "Ask glibc to keep freed memory for the next step. Asked once for each process. Source: mallopt(3)."
+    names = ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
+    if any(name in os.environ for name in names) or not hasattr(libc := ctypes.CDLL(None), "mallopt"): return False
+    no_mmap, never_trim = (-4, 0), (-1, 2 ** 31 - 1)  # M_MMAP_MAX, M_TRIM_THRESHOLD
+    return all(libc.mallopt(*option) for option in (no_mmap, never_trim))
