@@ -64,8 +64,8 @@ class PerforatedEngine:
     """Logits for many texts of mixed length, in their order.
 
     Texts of up to a block are packed into rows (where no tokens are dropped and a classifier reads the first), longer
-    ones go into micro-batches of texts that are equally long up to one block. A micro-batch has at most `max_tokens` tokens, padding included, but
-    always one text. The model runs in evaluation mode and is left in its own.
+    ones go into micro-batches of texts that are equally long up to one block. A micro-batch has at most `max_tokens`
+    tokens, padding included, but always one text. The model runs in evaluation mode and is left in its own.
     """
 
     def __init__(self,
