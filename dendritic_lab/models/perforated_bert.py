@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['family_settings', 'bert_weights', 'without_base', 'with_base', 'PerforatedBertPreTrainedModel', 'to_front',
-           'put_back', 'PerforatedOutput', 'PerforatedBertModel', 'PerforatedBertForSequenceClassification',
-           'PerforatedBertForMaskedLM']
+           'put_back', 'MeanPooler', 'PerforatedOutput', 'PerforatedBertModel',
+           'PerforatedBertForSequenceClassification', 'PerforatedBertForMaskedLM']
 
 # %% ../../nbs/models/04_perforated_bert.ipynb #3183899a
 from ..data.sources import checkpoint_path
@@ -137,13 +137,17 @@ class PerforatedBertPreTrainedModel(BertPreTrainedModel):
         "How decisions are drawn while training: `soft_tokens` dims tokens, else they are dropped as in inference."
         self.base_model.temperature, self.base_model.soft_tokens = temperature, soft_tokens
 
-    def extend_positions(self, length: int):
-        "Make room for `length` tokens by repeating the position table, as Longformer does (Beltagy et al. 2020)."
+    def extend_positions(self,
+        length: int,  # tokens, at least as many as now
+        interpolate: bool = False,  # False: repeat the table, as Longformer does (Beltagy et al. 2020)
+    ):
+        "Make room for more tokens: by repeating the position table, or by drawing it out, linear between neighbours."
         embeddings = self.base_model.embeddings
-        table = embeddings.position_embeddings.weight
+        table = embeddings.position_embeddings.weight.detach()
         if length < len(table): raise ValueError(f"length must be at least the present {len(table)}, got {length}")
-        repeated = table.detach().repeat(-(-length // len(table)), 1)[:length]
-        embeddings.position_embeddings = nn.Embedding.from_pretrained(repeated, freeze=False)
+        if interpolate: longer = F.interpolate(table.T[None], length, mode="linear", align_corners=True)[0].T
+        else: longer = table.repeat(-(-length // len(table)), 1)[:length]
+        embeddings.position_embeddings = nn.Embedding.from_pretrained(longer.contiguous(), freeze=False)
         places = torch.arange(length, device=table.device)[None]
         embeddings.register_buffer("position_ids", places, persistent=False)
         embeddings.register_buffer("token_type_ids", torch.zeros_like(places), persistent=False)
@@ -171,6 +175,17 @@ def put_back(
     return F.pad(base, (0, 0, 0, 1)).scatter(1, target, x)[:, :seq]
 
 # %% ../../nbs/models/04_perforated_bert.ipynb #de887650
+class MeanPooler(nn.Module):
+    "Mean of a text's tokens; those that were dropped count as the one that they were fused into."
+    def forward(self,
+        hidden: Tensor,  # (batch, kept, dim)
+        mask: Tensor,  # (batch, kept)
+        log_keep: Tensor | None = None,  # (batch, kept) how far dimmed; None: not at all
+    ) -> Tensor:  # (batch, dim)
+        weight = mask.to(hidden) if log_keep is None else log_keep.exp().masked_fill(~mask, 0).to(hidden)
+        return torch.einsum("bt,btd->bd", weight / weight.sum(1, keepdim=True).clamp(min=1e-6), hidden)
+
+# %% ../../nbs/models/04_perforated_bert.ipynb #05d26d4b
 @dataclass
 class PerforatedOutput(ModelOutput):
     "Like transformers' outputs, with the layers' decisions where they were asked for."
@@ -197,7 +212,8 @@ class PerforatedBertModel(PerforatedBertPreTrainedModel):
         layers, heads = config.num_hidden_layers, config.num_attention_heads
         self.embeddings = BertEmbeddings(config)
         self.encoder = _Layers(config)
-        self.pooler = BertPooler(config) if add_pooling_layer else None
+        pooler = MeanPooler() if config.classifier_pooling == "mean" else BertPooler(config)
+        self.pooler = pooler if add_pooling_layer else None
         self.controller = SparsityController(layers, target=0.0)
         self.budget = TaskAdaptiveBudget(config.num_tasks, layers, heads) if config.num_tasks else None
         self.temperature, self.soft_tokens = 1.0, True
@@ -241,7 +257,8 @@ class PerforatedBertModel(PerforatedBertPreTrainedModel):
                 goes_on = mask if log_keep is None else mask & (log_keep > -0.7)  # more likely than not
                 tokens = put_back(None, goes_on[..., None], places, goes_on, seq)[..., 0]
                 decisions.append(decision._replace(tokens=tokens))
-        pooled = None if self.pooler is None else self.pooler(hidden)
+        if isinstance(self.pooler, MeanPooler): pooled = self.pooler(hidden, mask, log_keep)
+        else: pooled = None if self.pooler is None else self.pooler(hidden)
         if all_tokens: hidden = put_back(final, hidden, places, mask, seq)
         return PerforatedOutput(last_hidden_state=hidden, pooler_output=pooled,
                                 hidden_states=tuple(states) if output_hidden_states else None,

@@ -63,9 +63,9 @@ def packed_states(
 class PerforatedEngine:
     """Logits for many texts of mixed length, in their order.
 
-    Texts of up to a block are packed into rows (where no tokens are dropped), longer ones go into micro-batches of
-    texts that are equally long up to one block. A micro-batch has at most `max_tokens` tokens, padding included, but
-    always one text. The model runs in evaluation mode and is left in its own.
+    Texts of up to a block are packed into rows (where no tokens are dropped and a classifier reads the first), longer
+    ones go into micro-batches of texts that are equally long up to one block. A micro-batch has at most `max_tokens`
+    tokens, padding included, but always one text. The model runs in evaluation mode and is left in its own.
     """
 
     def __init__(self,
@@ -100,7 +100,8 @@ class PerforatedEngine:
         too long, unless that was allowed."""
         ids = self.tokens(texts)
         logits = torch.empty(len(ids), self.model.config.num_labels)
-        packing = self.pack and self.model.config.keep_ratio == 1
+        config = self.model.config
+        packing = self.pack and config.keep_ratio == 1 and config.classifier_pooling == "cls"
         short = [i for i in range(len(ids)) if packing and len(ids[i]) <= self.block]
         long = sorted(set(range(len(ids))) - set(short), key=lambda i: len(ids[i]))
         bar = tqdm(total=len(ids), disable=not self.progress, desc="texts")

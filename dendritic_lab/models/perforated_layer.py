@@ -6,7 +6,7 @@
 __all__ = ['Knobs', 'LayerDecision', 'PerforatedBertLayer']
 
 # %% ../../nbs/models/03_perforated_layer.ipynb #b25744cd
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ class PerforatedBertConfig(BertConfig):
     attention_backend: str = "auto"  # of `block_sparse_attention`
     num_tasks: int = 0  # tasks with budgets of their own
     base_checkpoint: str | None = None  # weights that a saved model does not have come from there; None: it has all
+    classifier_pooling: Literal["cls", "mean"] = "cls"  # what a classifier reads: the first token, or the mean of all
 
 # %% ../../nbs/models/03_perforated_layer.ipynb #5e3a3319
 class Knobs(NamedTuple):

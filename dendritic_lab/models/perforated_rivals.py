@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RIVALS', 'RandomBlocks', 'replace_selectors', 'FixedThreshold', 'fix_thresholds', 'without_controller', 'dense_base',
-           'perforated_base']
+           'perforated_base', 'dense_like']
 
 # %% ../../nbs/models/06_perforated_rivals.ipynb #fe201c2a
 from ..layers.blocks import Layout
@@ -86,3 +86,11 @@ def perforated_base(
     config = PerforatedBertConfig(num_hidden_layers=layers, max_position_embeddings=max(512, length),
                                   attention_probs_dropout_prob=0, **knobs)
     return PerforatedBertForSequenceClassification(config).eval()
+
+
+def dense_like(model: PerforatedBertForSequenceClassification) -> BertForSequenceClassification:  # in evaluation mode
+    "Dense BERT of another model's shape as transformers has it, random weights."
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+             "max_position_embeddings", "num_labels")
+    config = BertConfig(**{name: getattr(model.config, name) for name in names})
+    return BertForSequenceClassification(config).eval()

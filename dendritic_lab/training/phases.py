@@ -4,20 +4,17 @@
 
 # %% auto #0
 __all__ = ['Phase', 'of_all_processes', 'controlled_loss', 'training_step', 'train_phase', 'calibrate', 'train_phases',
-           'train_alike', 'compare_training', 'distil_scorers', 'is_scorer', 'learning_rates', 'measure_sparsity',
-           'scorer_loss']
+           'train_alike', 'distil_scorers', 'is_scorer', 'learning_rates', 'measure_sparsity', 'scorer_loss']
 
 # %% ../../nbs/training/09_phases.ipynb #344281fd
 from ..evaluate.perforation import decisions_of, measure_sparsity
 from ..layers.sparsity_control import SparsityController, SparsitySchedule, TemperatureSchedule
-from ..measure.speed import Comparison, compare_latency
 from ..models.perforated_bert import (
     PerforatedBertForSequenceClassification, PerforatedBertPreTrainedModel, PerforatedOutput)
 from .loop import Fit, fit
 from .scorers import distil_scorers, is_scorer, learning_rates, scorer_loss, training_only
 
 # %% ../../nbs/training/09_phases.ipynb #e3ed9e39
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,20 +204,3 @@ def train_alike(
     epochs = dict(warm_epochs=warm_epochs, sparse_epochs=sparse_epochs, hard_epochs=hard_epochs)
     train_phases(perforated, train, lr=lr, seed=seed, **epochs, **perforation)
     return dense, perforated
-
-# %% ../../nbs/training/09_phases.ipynb #cc12fb91
-def compare_training(
-    dense: nn.Module,  # from `train_alike`; trained on as copies
-    perforated: PerforatedBertForSequenceClassification,
-    train: DataLoader,  # few texts
-    rounds: int = 31,  # pairs
-    lr: float = 1e-4,  # of weights
-    warm_epochs: int = 1, sparse_epochs: int = 1, hard_epochs: int = 1,  # together those of the dense model
-    **perforation,  # sparsity, keep_ratio, scorer_lr of `train_phases`
-) -> tuple[Comparison, Comparison]:  # perforated over dense, dense over dense
-    "Time of all phases over that of as many dense epochs, scorers' lessons and the setting of thresholds included."
-    epochs = dict(warm_epochs=warm_epochs, sparse_epochs=sparse_epochs, hard_epochs=hard_epochs)
-    train_dense = lambda: fit(copy.deepcopy(dense), train, epochs=sum(epochs.values()), lr=lr)
-    all_phases = lambda: train_phases(copy.deepcopy(perforated), train, lr=lr, **epochs, **perforation)
-    ours, null = (compare_latency(f, train_dense, rounds, min_seconds=0) for f in (all_phases, train_dense))
-    return ours, null
