@@ -92,19 +92,19 @@ class Attention(nn.Module):
         weight: Tensor | None = None,  # (batch, tokens) at least 0, above 0 for CLS; None: all 1
     ) -> tuple[Tensor, Tensor, Tensor]:  # (batch, tokens, width), (batch, heads, tokens, head_dim) twice
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        if weight is None: out = F.scaled_dot_product_attention(q, k, v)
-        elif torch.is_grad_enabled(): out = weighted_attention(q, k, v, weight)
+        slow = q.device.type == "cpu" and q.dtype == torch.bfloat16  # fused attention backward, 6 times
+        if torch.is_grad_enabled() and (weight is not None or slow): out = weighted_attention(q, k, v, weight)
+        elif weight is None: out = F.scaled_dot_product_attention(q, k, v)
         else: out = F.scaled_dot_product_attention(q, k, v, attn_mask=weight.log()[:, None, None].to(q))
         return self.proj(out.transpose(1, 2).flatten(2)), q, k
 
 
-def weighted_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+def weighted_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = None) -> Tensor:
     "The formula above, with gradients for weights that are 0."
-    logits = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
-    weight = weight[:, None, None].float()
-    largest = logits.detach().masked_fill(weight <= 0, -torch.inf).amax(-1, keepdim=True)
-    raised = (logits - largest).clamp(max=80).exp() * weight
-    return (raised / raised.sum(-1, keepdim=True)).to(v) @ v
+    shares = (q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)).softmax(-1)
+    if weight is None: return shares @ v
+    shares = shares * weight[:, None, None].to(shares)
+    return (shares @ v.to(shares) / shares.sum(-1, keepdim=True).clamp(min=1e-30)).to(v)
 
 # %% ../../nbs/models/12_liquid_vit.ipynb #2139ba0b
 class Block(nn.Module):
@@ -332,6 +332,11 @@ def anneal(
     return before_epoch
 
 
-def learning_rates(model: LiquidViT, lr: float) -> dict[str, float]:
-    "For `fit`: CfC parameters learn at half the rate."
-    return {f"gates.{i}.cfc.": lr / 2 for i in range(len(model.gates)) if model.config.cfc}
+def learning_rates(
+    model: LiquidViT,
+    lr: float,
+    gates: float = 1.0,  # rate of the gates' parameters over that of the others
+) -> dict[str, float]:
+    "For `fit`: the gates' rate, and half of it for CfC parameters."
+    rates = {f"gates.{i}.": gates * lr for i, gate in enumerate(model.gates) if list(gate.parameters())}
+    return rates | {f"gates.{i}.cfc.": gates * lr / 2 for i in range(len(model.gates)) if model.config.cfc}
