@@ -104,7 +104,8 @@ def weighted_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = 
     shares = (q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)).softmax(-1)
     if weight is None: return shares @ v
     shares = shares * weight[:, None, None].to(shares)
-    return (shares @ v.to(shares) / shares.sum(-1, keepdim=True).clamp(min=1e-30)).to(v)
+    total = shares.sum(-1, keepdim=True).clamp(min=1e-30)
+    return (shares @ v.to(shares) * total.reciprocal()).to(v)  # slower as a division
 
 # %% ../../nbs/models/12_liquid_vit.ipynb #2139ba0b
 class Block(nn.Module):
