@@ -240,23 +240,38 @@ class LiquidViT(nn.Module):
         output_decisions: bool = False,
     ) -> LiquidViTOutput:
         c, masked = self.config, self.training if masked is None else masked
-        tokens, decisions, gate_before = Tokens(self.embed(pixel_values), c.patches), [], self.gate_before
+        tokens, decisions = Tokens(self.embed(pixel_values), c.patches), [] if output_decisions else None
         if output_decisions:
             position = torch.arange(1 + c.patches, device=pixel_values.device)
             tokens = replace(tokens, position=position.expand(pixel_values.shape[0], -1))
-        for i, block in enumerate(self.blocks):
+        logits = self.classify(tokens := self.run(tokens, range(c.depth), masked, decisions))
+        if labels is None: return LiquidViTOutput(logits=logits, decisions=tuple(decisions or ()) or None)
+        loss = F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing if self.training else 0.0)
+        if self.training: loss = loss + sum(tokens.penalties)
+        return LiquidViTOutput(loss=loss, logits=logits, decisions=tuple(decisions or ()) or None)
+
+    def run(self,
+        tokens: Tokens,
+        blocks: range,  # numbers of the blocks to pass, each with the gate before it
+        masked: bool,  # drop tokens by mask
+        decisions: list[GateDecision] | None = None,  # to append each gate's to
+    ) -> Tokens:
+        "Tokens after some of the blocks."
+        gate_before = self.gate_before
+        for i in blocks:
             if gate := gate_before.get(i):
                 before, tokens = tokens, gate(tokens, masked)
-                if output_decisions: decisions.append(decision(i, gate.scores(before), before, tokens, c.patches))
-            hidden, query, key = block(tokens.hidden, tokens.weight)
+                if decisions is not None:
+                    decisions.append(decision(i, gate.scores(before), before, tokens, self.config.patches))
+            hidden, query, key = self.blocks[i](tokens.hidden, tokens.weight)
             following = gate_before.get(i + 1)
             reading = {"query": query, "key": key} if following and following.reads_attention else {}
             tokens = replace(tokens, hidden=hidden, **reading)
-        logits = self.head(self.norm(tokens.hidden[:, 0]))
-        if labels is None: return LiquidViTOutput(logits=logits, decisions=tuple(decisions) or None)
-        loss = F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing if self.training else 0.0)
-        if self.training: loss = loss + sum(tokens.penalties)
-        return LiquidViTOutput(loss=loss, logits=logits, decisions=tuple(decisions) or None)
+        return tokens
+
+    def classify(self, tokens: Tokens) -> Tensor:  # (batch, classes)
+        "Logits from what CLS holds after the last block."
+        return self.head(self.norm(tokens.hidden[:, 0]))
 
     @property
     def gate_before(self) -> dict[int, Gate]:
