@@ -97,7 +97,8 @@ def fuse(
     *parts: Tensor,  # each (batch, tokens, dim) or (batch, tokens)
 ) -> list[Tensor]:  # each (batch, 1, dim) or (batch, 1)
     "Weighted means of the tokens of each input; 0 where all weights are 0."
-    share = (weights / weights.sum(1, keepdim=True).clamp(min=1e-12)).to(parts[0])
+    total = weights.sum(1, keepdim=True)
+    share = (weights / torch.where(total > 0, total, 1)).to(parts[0])  # a tiny divisor would have a huge gradient
     return [share[:, None] @ x if x.ndim == 3 else (share * x).sum(1, keepdim=True) for x in parts]
 
 # %% ../../nbs/layers/09_token_selection.ipynb #956aa207

@@ -92,19 +92,20 @@ class Attention(nn.Module):
         weight: Tensor | None = None,  # (batch, tokens) at least 0, above 0 for CLS; None: all 1
     ) -> tuple[Tensor, Tensor, Tensor]:  # (batch, tokens, width), (batch, heads, tokens, head_dim) twice
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        if weight is None: out = F.scaled_dot_product_attention(q, k, v)
-        elif torch.is_grad_enabled(): out = weighted_attention(q, k, v, weight)
+        slow = q.device.type == "cpu" and q.dtype == torch.bfloat16  # fused attention backward, 6 times
+        if torch.is_grad_enabled() and (weight is not None or slow): out = weighted_attention(q, k, v, weight)
+        elif weight is None: out = F.scaled_dot_product_attention(q, k, v)
         else: out = F.scaled_dot_product_attention(q, k, v, attn_mask=weight.log()[:, None, None].to(q))
         return self.proj(out.transpose(1, 2).flatten(2)), q, k
 
 
-def weighted_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+def weighted_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = None) -> Tensor:
     "The formula above, with gradients for weights that are 0."
-    logits = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
-    weight = weight[:, None, None].float()
-    largest = logits.detach().masked_fill(weight <= 0, -torch.inf).amax(-1, keepdim=True)
-    raised = (logits - largest).clamp(max=80).exp() * weight
-    return (raised / raised.sum(-1, keepdim=True)).to(v) @ v
+    shares = (q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)).softmax(-1)
+    if weight is None: return shares @ v
+    shares = shares * weight[:, None, None].to(shares)
+    total = shares.sum(-1, keepdim=True).clamp(min=1e-30)
+    return (shares @ v.to(shares) * total.reciprocal()).to(v)  # slower as a division
 
 # %% ../../nbs/models/12_liquid_vit.ipynb #2139ba0b
 class Block(nn.Module):
@@ -239,23 +240,38 @@ class LiquidViT(nn.Module):
         output_decisions: bool = False,
     ) -> LiquidViTOutput:
         c, masked = self.config, self.training if masked is None else masked
-        tokens, decisions, gate_before = Tokens(self.embed(pixel_values), c.patches), [], self.gate_before
+        tokens, decisions = Tokens(self.embed(pixel_values), c.patches), [] if output_decisions else None
         if output_decisions:
             position = torch.arange(1 + c.patches, device=pixel_values.device)
             tokens = replace(tokens, position=position.expand(pixel_values.shape[0], -1))
-        for i, block in enumerate(self.blocks):
+        logits = self.classify(tokens := self.run(tokens, range(c.depth), masked, decisions))
+        if labels is None: return LiquidViTOutput(logits=logits, decisions=tuple(decisions or ()) or None)
+        loss = F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing if self.training else 0.0)
+        if self.training: loss = loss + sum(tokens.penalties)
+        return LiquidViTOutput(loss=loss, logits=logits, decisions=tuple(decisions or ()) or None)
+
+    def run(self,
+        tokens: Tokens,
+        blocks: range,  # numbers of the blocks to pass, each with the gate before it
+        masked: bool,  # drop tokens by mask
+        decisions: list[GateDecision] | None = None,  # to append each gate's to
+    ) -> Tokens:
+        "Tokens after some of the blocks."
+        gate_before = self.gate_before
+        for i in blocks:
             if gate := gate_before.get(i):
                 before, tokens = tokens, gate(tokens, masked)
-                if output_decisions: decisions.append(decision(i, gate.scores(before), before, tokens, c.patches))
-            hidden, query, key = block(tokens.hidden, tokens.weight)
+                if decisions is not None:
+                    decisions.append(decision(i, gate.scores(before), before, tokens, self.config.patches))
+            hidden, query, key = self.blocks[i](tokens.hidden, tokens.weight)
             following = gate_before.get(i + 1)
             reading = {"query": query, "key": key} if following and following.reads_attention else {}
             tokens = replace(tokens, hidden=hidden, **reading)
-        logits = self.head(self.norm(tokens.hidden[:, 0]))
-        if labels is None: return LiquidViTOutput(logits=logits, decisions=tuple(decisions) or None)
-        loss = F.cross_entropy(logits, labels, label_smoothing=c.label_smoothing if self.training else 0.0)
-        if self.training: loss = loss + sum(tokens.penalties)
-        return LiquidViTOutput(loss=loss, logits=logits, decisions=tuple(decisions) or None)
+        return tokens
+
+    def classify(self, tokens: Tokens) -> Tensor:  # (batch, classes)
+        "Logits from what CLS holds after the last block."
+        return self.head(self.norm(tokens.hidden[:, 0]))
 
     @property
     def gate_before(self) -> dict[int, Gate]:
@@ -332,6 +348,11 @@ def anneal(
     return before_epoch
 
 
-def learning_rates(model: LiquidViT, lr: float) -> dict[str, float]:
-    "For `fit`: CfC parameters learn at half the rate."
-    return {f"gates.{i}.cfc.": lr / 2 for i in range(len(model.gates)) if model.config.cfc}
+def learning_rates(
+    model: LiquidViT,
+    lr: float,
+    gates: float = 1.0,  # rate of the gates' parameters over that of the others
+) -> dict[str, float]:
+    "For `fit`: the gates' rate, and half of it for CfC parameters."
+    rates = {f"gates.{i}.": gates * lr for i, gate in enumerate(model.gates) if list(gate.parameters())}
+    return rates | {f"gates.{i}.cfc.": gates * lr / 2 for i in range(len(model.gates)) if model.config.cfc}
