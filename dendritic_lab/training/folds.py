@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .language_models import share_jobs
+from .jobs import share_jobs
 
 # %% ../../nbs/training/15_folds.ipynb #1c98ec4d
 def kept(
