@@ -34,6 +34,11 @@ class Task:
     problems: DatasetDict
     batches: dict[str, DataLoader]
 
+    @property
+    def key(self) -> str:
+        "A name of a folder for trainings on these very problems."
+        return self.problems.record["sha256"]["train"][:12]
+
     def right(self, model: nn.Module, split: str = "test") -> Tensor:  # (problems,) bool
         "Whether the greedy answer to each problem is right to the last character."
         return exact_rows(model, self.batches[split])
@@ -43,8 +48,9 @@ class Task:
         return 100 * self.right(model, split).float().mean().item()
 
     def figures(self, model: nn.Module) -> dict[str, float]:
-        "For `fit`: validation loss in nats a character and right answers in %; also those to test problems."
-        return {"loss": token_loss(model, self.batches["validation"]), "exact": self.exact(model),
+        "For `fit`: loss in nats a character and right answers in %, of validation problems and also of test problems."
+        loss = lambda split: token_loss(model, self.batches[split])
+        return {"loss": loss("validation"), "exact": self.exact(model), "test_loss": loss("test"),
                 "test_exact": self.exact(model, "test")}
 
     def majority(self) -> Tensor:  # (problems,) bool
@@ -69,7 +75,8 @@ def new_task(
 # %% ../../nbs/growth/12_calculating.ipynb #ba351413
 def small_decoder(hidden_size: int, num_hidden_layers: int, seed: int = 0) -> LlamaForCausalLM:
     "Untrained. Raises `ValueError` for a width that is no multiple of 32."
-    if hidden_size < 32 or hidden_size % 32: raise ValueError(f"hidden_size must be a multiple of 32, got {hidden_size}")
+    if hidden_size < 32 or hidden_size % 32:
+        raise ValueError(f"hidden_size must be a multiple of 32, got {hidden_size}")
     tokenizer = character_tokenizer()
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(
