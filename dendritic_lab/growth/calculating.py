@@ -104,4 +104,4 @@ def pretrained(
             return model
         return work
 
-    return list(share_jobs({f"base-{seed}": job(seed) for seed in range(seeds)}, folder).values())
+    return list(share_jobs({f"base-{steps}-{seed}": job(seed) for seed in range(seeds)}, folder).values())
