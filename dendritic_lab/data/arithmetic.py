@@ -48,7 +48,7 @@ def different_expressions(kind: str, terms: int, digits: int, seed: int) -> Iter
             seen.add(text)
             yield {"question": f"{text}=", "answer": row["answer"]}
         if len(seen) - before < size // 100: return
-        seed += 1
+        seed += size  # problem i of a data set is drawn from seed + i
 
 
 def arithmetic(

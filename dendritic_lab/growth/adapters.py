@@ -67,6 +67,7 @@ class Arm:
     all_weights: bool  # the plain model's weights learn too
     rank: int | None = None
     largest: Callable[[nn.Module], nn.Module] | None = None  # the model at its largest, where it grows
+    times: int = 1  # as many epochs as the others
 
 
 def arms_of_equal_size(
