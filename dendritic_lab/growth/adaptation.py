@@ -16,7 +16,7 @@ from .widening import unit_size, widen_mlps, width_for
 from ..layers.low_rank import low_rank_count, put_low_rank
 from ..measure import Comparison, compare_latency
 from ..training import Fit, fit
-from ..training.language_models import share_jobs
+from ..training.jobs import share_jobs
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy

@@ -11,7 +11,7 @@ from ..data.gsm8k import training_batches
 from ..evaluate import exact_rows, token_loss
 from .adapters import in_steps
 from ..training import fit
-from ..training.language_models import share_jobs
+from ..training.jobs import share_jobs
 
 from collections import Counter
 from dataclasses import dataclass
