@@ -30,8 +30,9 @@ def downloads(log: Path) -> dict[str, float]:  # package -> seconds
 
 
 def unpacked(packages: Path) -> list[tuple[str, float, float]]:  # package, seconds, MB, in the order of installation
-    "What pip installed after the first package, by the marks that it writes last."
-    marks = sorted((mark.stat().st_mtime, mark.parent) for mark in packages.glob("*.dist-info/INSTALLER"))
+    "What pip installed after the first package, by the marks that it writes last; pip itself came before."
+    found = [mark for mark in packages.glob("*.dist-info/INSTALLER") if not mark.parent.name.startswith("pip-")]
+    marks = sorted((mark.stat().st_mtime, mark.parent) for mark in found)
     size = lambda info: sum(int(line.rsplit(",", 1)[1] or 0) for line in (info / "RECORD").read_text().splitlines())
     name = lambda info: key(info.name.split("-")[0])
     return [(name(info), end - start, size(info) / 1e6) for (start, _), (end, info) in pairwise(marks)]
