@@ -8,7 +8,7 @@ __all__ = ['TASKS', 'Task', 'new_task', 'small_decoder', 'pretrained']
 # %% ../../nbs/growth/12_calculating.ipynb #60950af3
 from ..data.arithmetic import arithmetic, character_tokenizer, encode_characters
 from ..data.gsm8k import training_batches
-from ..evaluate import exact_rows, token_loss
+from ..evaluate import token_losses
 from .adapters import in_steps
 from ..training import fit
 from ..training.jobs import share_jobs
@@ -41,7 +41,7 @@ class Task:
 
     def right(self, model: nn.Module, split: str = "test") -> Tensor:  # (problems,) bool
         "Whether the greedy answer to each problem is right to the last character."
-        return exact_rows(model, self.batches[split])
+        return token_losses(model, self.batches[split]).exact
 
     def exact(self, model: nn.Module, split: str = "validation") -> float:
         "Right answers, in %."
@@ -49,9 +49,10 @@ class Task:
 
     def figures(self, model: nn.Module) -> dict[str, float]:
         "For `fit`: loss in nats a character and right answers in %, of validation problems and also of test problems."
-        loss = lambda split: token_loss(model, self.batches[split])
-        return {"loss": loss("validation"), "exact": self.exact(model), "test_loss": loss("test"),
-                "test_exact": self.exact(model, "test")}
+        splits = {"": "validation", "test_": "test"}
+        found = {start: token_losses(model, self.batches[split]) for start, split in splits.items()}
+        return {f"{start}{name}": figure for start, of in found.items()
+                for name, figure in (("loss", of.mean), ("exact", 100 * of.exact.float().mean().item()))}
 
     def majority(self) -> Tensor:  # (problems,) bool
         "Whether the answer to each test problem is the one most frequent in training."
