@@ -1,4 +1,5 @@
-// Block-sparse attention on a CPU, forward and backward, in float32. No dependency but the C++ standard library and POSIX.
+// Block-sparse attention on a CPU, forward and backward, in float32; forward also in bfloat16 where the processor multiplies it
+// (AVX512_BF16). No dependency but the C++ standard library and POSIX.
 //
 // Forward, each task is one block of queries of one head. It walks the list of its kept key blocks with an online softmax.
 // Scores are held as (keys, queries), 16 kB for blocks of 64, with queries in vector registers: the softmax then goes down
@@ -9,6 +10,9 @@
 // and makes the weights anew from scores and their log-sum; gradients of keys and values are summed in a buffer of one block,
 // those of queries in one of the head. So five products a block are enough, no two tasks write to the same place, and the same
 // inputs on the same number of threads give the same bits.
+//
+// In bfloat16 each instruction takes pairs of products along the depth and adds both to a float32. Rows of queries and keys
+// are such pairs as they are; values are put into pairs of keys once a call, and weights, rounded, once a block.
 //
 // LANES (floats in a vector) is set by the build to what the processor has.
 
@@ -24,7 +28,11 @@
 #include <system_error>
 #include <thread>
 #include <vector>
+#include <type_traits>
 #include <unistd.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #ifndef LANES
 #define LANES 4
@@ -34,6 +42,7 @@ constexpr int ROWS = 6;
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t Bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 #ifdef __clang__
 #define SHUFFLE(a, b, places) shuffled(a, b, places)
@@ -46,29 +55,66 @@ static inline Floats shuffled(Floats a, Floats b, Ints places) {
 #define SHUFFLE(a, b, places) __builtin_shuffle(a, b, places)
 #endif
 
+typedef uint16_t Half;   // the bits of a bfloat16, the upper half of a float32's
+typedef int32_t Pair;    // two of them, the first in the lower half
+
 static inline Floats load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
+static inline Ints load(const Pair* p) { return *reinterpret_cast<const Bits*>(p); }  // of floats' memory, too
+static inline Floats load(const Half* p) {
+  Ints x;
+  for (int l = 0; l < LANES; l++) x[l] = static_cast<int32_t>(p[l]) << 16;
+  return reinterpret_cast<Floats>(x);
+}
 static inline void store(float* p, Floats x) { *reinterpret_cast<Floats*>(p) = x; }
+static inline void store(Pair* p, Ints x) { *reinterpret_cast<Bits*>(p) = x; }
+
+static inline float value(float x) { return x; }
+static inline float value(Half x) {
+  const int32_t bits = static_cast<int32_t>(x) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+// Half of each float, rounded to even, in the upper bits; NaN stays.
+static inline Ints rounded(Floats x) {
+  const Ints bits = reinterpret_cast<Ints>(x), up = bits + 0x7fff + ((bits >> 16) & 1);
+  return (x == x ? up : bits | 0x400000) & static_cast<int32_t>(0xffff0000u);
+}
+
+static inline void add(Floats& sum, float a, Floats b) { sum += a * b; }
+#ifdef __AVX512BF16__
+static inline void add(Floats& sum, Pair a, Ints b) {
+  sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
+}
+#else
+static inline void add(Floats&, Pair, Ints) { std::terminate(); }  // never called
+#endif
 
 // C (R, V * LANES) = or += A (R, depth) * B (depth, V * LANES); A's element (r, d) stands at r * row + d * column
-template <int R, int V, bool ADD>
-static inline void tile(const float* a, int64_t row, int64_t column, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t depth) {
+template <int R, int V, bool ADD, class A, class B>
+static inline void tile(const A* a, int64_t row, int64_t column, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t depth) {
   Floats sum[R][V];
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
     for (int v = 0; v < V; v++) sum[r][v] = ADD ? load(c + r * ldc + v * LANES) : Floats{};
-  const float* from[R];
+  const A* from[R];
   for (int r = 0; r < R; r++) from[r] = a + r * row;
   for (int64_t d = 0, at = 0; d < depth; d++, at += column, b += ldb) {
-    Floats line[V];
+    decltype(load(b)) line[V];
     for (int v = 0; v < V; v++) line[v] = load(b + v * LANES);
     for (int r = 0; r < R; r++)
-      for (int v = 0; v < V; v++) sum[r][v] += from[r][at] * line[v];
+      for (int v = 0; v < V; v++) add(sum[r][v], from[r][at], line[v]);
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
     for (int v = 0; v < V; v++) store(c + r * ldc + v * LANES, sum[r][v]);
 }
 
-template <int V, bool ADD>
-static inline void columns(const float* a, int64_t row, int64_t column, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t rows, int64_t depth) {
+template <int V, bool ADD, class A, class B>
+static inline void columns(const A* a, int64_t row, int64_t column, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t rows, int64_t depth) {
   int64_t r = 0;
   for (; r + ROWS <= rows; r += ROWS) tile<ROWS, V, ADD>(a + r * row, row, column, b, ldb, c + r * ldc, ldc, depth);
   for (; r + 4 <= rows; r += 4) tile<4, V, ADD>(a + r * row, row, column, b, ldb, c + r * ldc, ldc, depth);
@@ -76,8 +122,8 @@ static inline void columns(const float* a, int64_t row, int64_t column, const fl
 }
 
 // cols is a multiple of LANES
-template <bool ADD>
-static void product(const float* a, int64_t row, int64_t column, const float* b, float* c, int64_t rows, int64_t depth, int64_t cols) {
+template <bool ADD, class A, class B>
+static void product(const A* a, int64_t row, int64_t column, const B* b, float* c, int64_t rows, int64_t depth, int64_t cols) {
   int64_t n = 0;
   for (; n + WIDE * LANES <= cols; n += WIDE * LANES) columns<WIDE, ADD>(a, row, column, b + n, cols, c + n, cols, rows, depth);
   for (; n < cols; n += LANES) columns<1, ADD>(a, row, column, b + n, cols, c + n, cols, rows, depth);
@@ -121,20 +167,17 @@ static inline void turn(const float* from, int64_t stride, float* to, int64_t wi
   for (int r = 0; r < LANES; r++) store(to + r * width, x[r]);
 }
 
-// (rows, cols) with rows at a distance of `stride` to (cols, rows) at a distance of `width`, times a factor
-static void transpose(const float* from, int64_t stride, float* to, int64_t width, int64_t rows, int64_t cols, float factor) {
+// (rows, cols) with rows at a distance of `stride` to (cols, rows) at a distance of `width`; moves bits, also those of pairs
+static void transpose(const float* from, int64_t stride, float* to, int64_t width, int64_t rows, int64_t cols) {
   int64_t r = 0;
   for (; r + LANES <= rows; r += LANES) {
     int64_t c = 0;
-    for (; c + LANES <= cols; c += LANES) {
-      turn(from + r * stride + c, stride, to + c * width + r, width);
-      for (int l = 0; l < LANES; l++) store(to + (c + l) * width + r, load(to + (c + l) * width + r) * factor);
-    }
+    for (; c + LANES <= cols; c += LANES) turn(from + r * stride + c, stride, to + c * width + r, width);
     for (; c < cols; c++)
-      for (int l = 0; l < LANES; l++) to[c * width + r + l] = from[(r + l) * stride + c] * factor;
+      for (int l = 0; l < LANES; l++) to[c * width + r + l] = from[(r + l) * stride + c];
   }
   for (; r < rows; r++)
-    for (int64_t c = 0; c < cols; c++) to[c * width + r] = from[r * stride + c] * factor;
+    for (int64_t c = 0; c < cols; c++) to[c * width + r] = from[r * stride + c];
 }
 
 // Floats that begin with a cache line: a vector then never lies in two. Not initialised.
@@ -220,17 +263,17 @@ constexpr float LARGEST = 80.0f * LOG2E;  // as in cpu.py
 
 // One call. q, grad, out are (batch, heads, queries, dim), k, v (batch, kv_heads, keys, dim), all contiguous.
 struct Call {
-  const float *q, *k, *v;
   const int32_t* spans;  // (batch, 3) first key, end of the keys, first query; or null: 0, keys, 0
   const float* gate;     // (batch, heads, query blocks, key blocks), or null
   int64_t batch, heads, kv_heads, queries, keys, dim, size;
-  float scale;
+  float scale;  // above 0
   int causal, threads;
 
   int64_t query_blocks() const { return (queries + size - 1) / size; }
   int64_t key_blocks() const { return (keys + size - 1) / size; }
   int64_t start(int64_t pair) const { return spans ? spans[pair / heads * 3] : 0; }
   int64_t end(int64_t pair) const { return spans ? spans[pair / heads * 3 + 1] : keys; }
+  float factor() const { return scale * LOG2E; }  // of scores, for powers of 2
   int64_t kv(int64_t pair) const { return pair / heads * kv_heads + pair % heads / (heads / kv_heads); }
 };
 
@@ -252,9 +295,9 @@ struct Queries {
   }
 
   // Rows of x (..., dim) as columns, zeros at padding.
-  void turned(const float* x, int64_t dim, float factor, float* to) const {
+  void turned(const float* x, int64_t dim, float* to) const {
     if (begin > 0 || stop < width) std::fill(to, to + dim * width, 0.0f);
-    transpose(x + (at + begin) * dim, dim, to + begin, width, stop - begin, dim, factor);
+    transpose(x + (at + begin) * dim, dim, to + begin, width, stop - begin, dim);
   }
 };
 
@@ -276,21 +319,71 @@ struct Keys {
   }
 };
 
+// What a forward pass reads and writes: all in float32, or all in bfloat16 with `pairs`, the values as `in_pairs` gives them.
+template <class E>
+struct Forward {
+  const E *q, *k, *v;
+  E* out;
+  float* lse;  // (batch, heads, queries), +inf where nothing is kept
+  const Pair* pairs = nullptr;
+  static constexpr bool half = std::is_same<E, Half>::value;
+};
+
+// Values (batch, kv_heads, keys, dim) as pairs of keys (batch, kv_heads, (keys + 1) / 2, dim), with zeros at padding.
+[[maybe_unused]] static void in_pairs(const Call& call, const Half* v, Pair* to) {
+  const int64_t lines = (call.keys + 1) / 2, dim = call.dim;
+  Pool::run(call.threads, call.batch * call.kv_heads, [&](int64_t task, int) {
+    const int64_t pair = task / call.kv_heads * call.heads;  // some head of the text
+    auto given = [&](int64_t key) { return call.start(pair) <= key && key < call.end(pair); };
+    for (int64_t line = 0; line < lines; line++) {
+      const Half *first = v + (task * call.keys + 2 * line) * dim, *second = first + dim;
+      const bool has_first = given(2 * line), has_second = given(2 * line + 1);
+      Pair* into = to + (task * lines + line) * dim;
+      for (int64_t d = 0; d < dim; d++)
+        into[d] = static_cast<Pair>((has_first ? first[d] : 0u) | (has_second ? static_cast<uint32_t>(second[d]) << 16 : 0u));
+    }
+  });
+}
+
+// Weights, rows (count, width) of floats that are at least 0, where they stand, to pairs of rows, rounded; the last row has
+// zeros beside it where count is odd. Where one is NaN, its column's sum is, too.
+static void rows_in_pairs(float* rows, int64_t count, int64_t width) {
+  for (int64_t r = 0; r < count; r += 2)
+    for (int64_t c = 0; c < width; c += LANES) {
+      const Ints low = reinterpret_cast<Ints>(load(rows + r * width + c)) + 0x8000;
+      const Ints high = r + 1 < count ? reinterpret_cast<Ints>(load(rows + (r + 1) * width + c)) + 0x8000 : Ints{};
+      store(reinterpret_cast<Pair*>(rows) + r / 2 * width + c, (low >> 16 & 0xffff) | (high & static_cast<int32_t>(0xffff0000u)));
+    }
+}
+
+static void put(const float*, float*, int64_t) {}  // it stands there already
+[[maybe_unused]] static void put(const float* from, Half* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    const Ints x = rounded(load(from + i));
+    for (int l = 0; l < LANES; l++) to[i + l] = static_cast<Half>(static_cast<uint32_t>(x[l]) >> 16);
+  }
+  for (; i < count; i++) {
+    const Ints x = rounded(Floats{} + from[i]);
+    to[i] = static_cast<Half>(static_cast<uint32_t>(x[0]) >> 16);
+  }
+}
+
 // A block of one query, as in decoding: its output (dim), and the log-sum where any key is seen. Here features stand in the
 // vectors, for a vector of queries would be almost empty. `space` has room for size + 2 * LANES * LANES + dim floats.
-static void forward_one(const Call& call, int64_t pair, const Queries& rows, float* out, float* lse, const int32_t* index, int64_t count, const float* gates, float* space) {
+template <class E>
+static void forward_one(const Call& call, const Forward<E>& of, int64_t pair, const Queries& rows, float* out, const int32_t* index, int64_t count, const float* gates, float* space) {
   const int64_t dim = call.dim;
   float *scores = space, *partial = scores + call.size, *turned = partial + LANES * LANES, *q = turned + LANES * LANES;
-  const float factor = call.scale * LOG2E;
-  for (int64_t d = 0; d < dim; d++) q[d] = call.q[rows.at * dim + d] * factor;
+  for (int64_t d = 0; d < dim; d++) q[d] = value(of.q[rows.at * dim + d]) * call.factor();
   float largest = -INFINITY, total = 0.0f;
   for (int64_t i = 0; i < count; i++) {
     const Keys keys(call, pair, index[i], rows);
     if (keys.count == 0) continue;
-    const float *k = call.k + (call.kv(pair) * call.keys + keys.first) * dim, *v = call.v + (call.kv(pair) * call.keys + keys.first) * dim;
+    const int64_t from = (call.kv(pair) * call.keys + keys.first) * dim;
     for (int64_t c = 0; c < keys.count; c += LANES) {
       for (int64_t l = 0; l < LANES; l++) {
-        const float* key = k + std::min(c + l, keys.count - 1) * dim;
+        const E* key = of.k + from + std::min(c + l, keys.count - 1) * dim;
         Floats sum{};
         for (int64_t d = 0; d < dim; d += LANES) sum += load(key + d) * load(q + d);
         store(partial + l * LANES, sum);
@@ -318,48 +411,60 @@ static void forward_one(const Call& call, int64_t pair, const Queries& rows, flo
     for (int l = 0; l < LANES; l++) total += weights[l];
     largest = most;
     if (shrink != 1.0f) for (int64_t d = 0; d < dim; d++) out[d] *= shrink;
-    product<true>(scores, 0, 1, v, out, 1, keys.count, dim);
+    product<true>(scores, 0, 1, of.v + from, out, 1, keys.count, dim);
   }
-  if (total != 0.0f) *lse = largest / LOG2E + std::log(total);
+  if (total != 0.0f) of.lse[rows.at] = largest / LOG2E + std::log(total);
   for (int64_t d = 0; d < dim; d++) out[d] = total != 0.0f ? out[d] / total : 0.0f;
 }
 
-static void forward(const Call& call, float* out, float* lse,               // lse (batch, heads, queries), +inf where nothing is kept
-                    const int32_t* counts, const int32_t* index) {          // row lists
+template <class E>
+static void forward(const Call& call, const Forward<E>& of, const int32_t* counts, const int32_t* index) {  // row lists
+  constexpr bool half = Forward<E>::half;
+  typedef typename std::conditional<half, Pair, float>::type Factor;
   const int64_t size = call.size, dim = call.dim, blocks = call.query_blocks(), key_blocks = call.key_blocks();
-  const int64_t needed = size * (size + 2 * dim + 2) + 2 * LANES * LANES + dim;
+  const int64_t depth = half ? dim / 2 : dim;  // factors in a row
+  const int64_t needed = size * (size + 2 * dim + 2) + 2 * LANES * LANES + 2 * dim;
+  const float factor = call.factor();
   Aligned buffers(call.threads * needed);
   Pool::run(call.threads, call.batch * call.heads * blocks, [&](int64_t task, int thread) {
     const int64_t pair = task / blocks;
     const Queries rows(call, pair, task % blocks);
     const int64_t width = rows.width;
     float *scores = buffers.p + thread * needed, *turned = scores + size * size, *sum = turned + size * dim, *largest = sum + size * dim, *total = largest + size;
-    float *to = out + rows.at * dim, *sums = lse + rows.at;
-    std::memset(to, 0, sizeof(float) * rows.all * dim);
+    E* to = of.out + rows.at * dim;
+    float *sums = of.lse + rows.at, *rows_of = turned;  // the output before it is rounded
+    if constexpr (!half) rows_of = to;
+    std::memset(to, 0, sizeof(E) * rows.all * dim);
     std::fill(sums, sums + rows.all, INFINITY);
     if (rows.begin == rows.stop || counts[task] == 0) return;
-    if (rows.all == 1 && dim % LANES == 0)
-      return forward_one(call, pair, rows, to, sums, index + task * key_blocks, counts[task], call.gate ? call.gate + task * key_blocks : nullptr, scores);
-    rows.turned(call.q, dim, call.scale * LOG2E, turned);
+    if (rows.all == 1 && dim % LANES == 0) {
+      if (half) std::fill_n(rows_of = scores + needed - dim, dim, 0.0f);
+      forward_one(call, of, pair, rows, rows_of, index + task * key_blocks, counts[task], call.gate ? call.gate + task * key_blocks : nullptr, scores);
+      return put(rows_of, to, dim);
+    }
+    rows.turned(reinterpret_cast<const float*>(of.q), depth, turned);
     std::fill(sum, sum + width * dim, 0.0f);
     std::fill(largest, largest + width, -INFINITY);
     std::fill(total, total + width, 0.0f);
     for (int64_t i = 0; i < counts[task]; i++) {
       const int64_t block = index[task * key_blocks + i];
-      const Keys keys(call, pair, block, rows);
+      Keys keys(call, pair, block, rows);
       if (keys.count == 0) continue;
-      const int64_t from = (call.kv(pair) * call.keys + keys.first) * dim;
-      product<false>(call.k + from, dim, 1, turned, scores, keys.count, dim, width);
+      const bool before_start = half && keys.first % 2;
+      if (before_start) keys.first--, keys.count++, keys.diagonal--;  // a pair begins with an even key
+      const int64_t from = call.kv(pair) * call.keys + keys.first;
+      product<false>(reinterpret_cast<const Factor*>(of.k) + from * depth, depth, 1, reinterpret_cast<const Factor*>(turned), scores, keys.count, depth, width);
       if (call.causal) keys.hide_later(scores, width);
+      if (before_start) std::fill_n(scores, width, -INFINITY);
       const float open = call.gate ? std::log2(call.gate[task * key_blocks + block]) : 0.0f;
       for (int64_t c = 0; c < width; c += LANES) {
         Floats top = load(scores + c);
         for (int64_t r = 1; r < keys.count; r++) top = max(load(scores + r * width + c), top);
-        const Floats before = load(largest + c), most = max(top + open, before);
+        const Floats before = load(largest + c), most = max(top * factor + open, before);
         const Floats safe = most == -INFINITY ? Floats{} : most, base = safe - open, shrink = exp2(before - safe);
         Floats weights = load(total + c) * shrink;
         for (int64_t r = 0; r < keys.count; r++) {
-          const Floats x = exp2(load(scores + r * width + c) - base);
+          const Floats x = exp2(load(scores + r * width + c) * factor - base);
           store(scores + r * width + c, x);
           weights += x;
         }
@@ -369,7 +474,13 @@ static void forward(const Call& call, float* out, float* lse,               // l
         for (int l = 0; l < LANES; l++) moved |= before[l] != most[l];
         if (moved) for (int64_t d = 0; d < dim; d++) store(sum + d * width + c, load(sum + d * width + c) * shrink);
       }
-      product<true>(call.v + from, 1, dim, scores, sum, dim, keys.count, width);
+      if constexpr (half) {
+        rows_in_pairs(scores, keys.count, width);
+        const Pair* values = of.pairs + (call.kv(pair) * ((call.keys + 1) / 2) + keys.first / 2) * dim;
+        product<true>(values, 1, dim, reinterpret_cast<const Pair*>(scores), sum, dim, (keys.count + 1) / 2, width);
+      } else {
+        product<true>(of.v + from * dim, 1, dim, scores, sum, dim, keys.count, width);
+      }
     }
     for (int64_t r = 0; r < rows.all; r++) {
       const bool alive = rows.begin <= r && r < rows.stop && total[r] != 0.0f;
@@ -381,12 +492,13 @@ static void forward(const Call& call, float* out, float* lse,               // l
         const Floats by = load(total + c), x = load(sum + d * width + c);
         store(sum + d * width + c, by == 0.0f ? Floats{} : x * by);
       }
-    transpose(sum, width, to, dim, dim, rows.all, 1.0f);
+    transpose(sum, width, rows_of, dim, dim, rows.all);
+    put(rows_of, to, rows.all * dim);
   });
 }
 
 struct Gradients {
-  const float *grad, *out, *lse;
+  const float *q, *k, *v, *grad, *out, *lse;
   float *dq;                            // (parts, batch, heads, queries, dim), to be summed
   float *dk, *dv;                       // (batch, heads, keys, dim), to be summed where heads share keys
   float *dgate;                         // like gate, zeros; or null
@@ -397,8 +509,8 @@ struct Packed {
   float *q, *grad, *lse, *delta;
 
   Packed(const Call& call, const Gradients& of, const Queries& rows, float* at) : q(at), grad(q + call.size * call.dim), lse(grad + call.size * call.dim), delta(lse + call.size) {
-    rows.turned(call.q, call.dim, call.scale * LOG2E, q);
-    rows.turned(of.grad, call.dim, 1.0f, grad);
+    rows.turned(of.q, call.dim, q);
+    rows.turned(of.grad, call.dim, grad);
     for (int64_t r = 0; r < rows.width; r++) {
       const bool inside = rows.begin <= r && r < rows.stop;
       const float *a = of.grad + (rows.at + r) * call.dim, *b = of.out + (rows.at + r) * call.dim;
@@ -412,17 +524,18 @@ struct Packed {
 };
 
 // Weights and those times dL/dweight, (keys, queries), both times the gate; returns the sum of the latter without the gate.
-static float slopes_of(const Call& call, int64_t pair, const Queries& rows, const Keys& keys, const Packed& packed, float gate, float* weights, float* slopes) {
+static float slopes_of(const Call& call, const Gradients& of, int64_t pair, const Queries& rows, const Keys& keys, const Packed& packed, float gate, float* weights, float* slopes) {
   const int64_t from = (call.kv(pair) * call.keys + keys.first) * call.dim, width = rows.width;
-  product<false>(call.k + from, call.dim, 1, packed.q, weights, keys.count, call.dim, width);
-  product<false>(call.v + from, call.dim, 1, packed.grad, slopes, keys.count, call.dim, width);
+  product<false>(of.k + from, call.dim, 1, packed.q, weights, keys.count, call.dim, width);
+  product<false>(of.v + from, call.dim, 1, packed.grad, slopes, keys.count, call.dim, width);
   if (call.causal) keys.hide_later(weights, width);
   const Floats largest = Floats{} + LARGEST;
+  const float factor = call.factor();
   Floats sum{};
   for (int64_t c = 0; c < keys.count; c++)
     for (int64_t r = 0; r < width; r += LANES) {
       float *w = weights + c * width + r, *s = slopes + c * width + r;
-      Floats x = load(w) - load(packed.lse + r);
+      Floats x = load(w) * factor - load(packed.lse + r);
       if (call.gate) x = x > largest ? largest : x;
       const Floats weight = exp2(x), slope = weight * (load(s) - load(packed.delta + r));
       sum += slope;
@@ -468,12 +581,12 @@ static void backward(const Call& call, const Gradients& of, int64_t parts, const
       packed.emplace_back(call, of, rows, own + m * of_block);
       std::fill_n(dq_of(m), size * wide, 0.0f);
       if (!padded) continue;
-      widen(call.q + rows.at * dim, dim, wide_q_of(m), wide, rows.all);
+      widen(of.q + rows.at * dim, dim, wide_q_of(m), wide, rows.all);
       widen(of.grad + rows.at * dim, dim, wide_q_of(m) + size * wide, wide, rows.all);
     }
     for (int64_t n = part; n < key_blocks; n += parts) {
       const int64_t line = pair * key_blocks + n, at = n * size, all = std::min(size, call.keys - at);
-      const float* k = call.k + call.kv(pair) * call.keys * dim;
+      const float* k = of.k + call.kv(pair) * call.keys * dim;
       std::fill_n(dk, size * wide, 0.0f);
       std::fill_n(dv, size * wide, 0.0f);
       if (padded) widen(k + at * dim, dim, wide_k, wide, all);
@@ -484,10 +597,10 @@ static void backward(const Call& call, const Gradients& of, int64_t parts, const
         const int64_t seen = rows.stop - rows.begin, into = (keys.first - at) * wide;
         if (keys.count == 0 || seen == 0) continue;
         const float gate = call.gate ? call.gate[element] : 1.0f;
-        const float sum = slopes_of(call, pair, rows, keys, packed[m], gate, weights, slopes);
+        const float sum = slopes_of(call, of, pair, rows, keys, packed[m], gate, weights, slopes);
         if (of.dgate) of.dgate[element] = sum;
         if (gate == 0.0f) continue;
-        const float *rows_q = padded ? wide_q_of(m) : call.q + rows.at * dim, *rows_grad = padded ? wide_q_of(m) + size * wide : of.grad + rows.at * dim;
+        const float *rows_q = padded ? wide_q_of(m) : of.q + rows.at * dim, *rows_grad = padded ? wide_q_of(m) + size * wide : of.grad + rows.at * dim;
         const float* rows_k = padded ? wide_k + into : k + keys.first * dim;
         product<true>(weights + rows.begin, rows.width, 1, rows_grad + rows.begin * wide, dv + into, keys.count, seen, wide);
         product<true>(slopes + rows.begin, rows.width, 1, rows_q + rows.begin * wide, dk + into, keys.count, seen, wide);
@@ -517,17 +630,28 @@ static void audit(const Call& call, const Gradients& of, const int32_t* counts, 
     for (int64_t i = 0; i < counts[task]; i++) {
       const int64_t block = index[task * key_blocks + i];
       const Keys keys(call, pair, block, rows);
-      if (keys.count) of.dgate[task * key_blocks + block] = slopes_of(call, pair, rows, keys, packed, 1.0f, weights, weights + size * size);
+      if (keys.count) of.dgate[task * key_blocks + block] = slopes_of(call, of, pair, rows, keys, packed, 1.0f, weights, weights + size * size);
     }
   });
 }
 
-// Both give 0, or 1 when memory ran out.
-extern "C" int block_sparse_forward(const float* q, const float* k, const float* v, const int32_t* spans, const float* gate,
+// All give 0, or 1 when memory ran out. With `half` q, k, v and out are bfloat16, of an even dim, and LANES is 16.
+extern "C" int block_sparse_forward(const void* q, const void* k, const void* v, const int32_t* spans, const float* gate,
                                     int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, int64_t keys, int64_t dim, int64_t size, float scale, int causal, int threads,
-                                    float* out, float* lse, const int32_t* counts, const int32_t* index) {
+                                    void* out, float* lse, const int32_t* counts, const int32_t* index, int half) {
   try {
-    forward({q, k, v, spans, gate, batch, heads, kv_heads, queries, keys, dim, size, scale, causal, threads}, out, lse, counts, index);
+    const Call call{spans, gate, batch, heads, kv_heads, queries, keys, dim, size, scale, causal, threads};
+    if (!half) {
+      forward(call, Forward<float>{(const float*)q, (const float*)k, (const float*)v, (float*)out, lse}, counts, index);
+      return 0;
+    }
+#ifdef __AVX512BF16__
+    const bool paired = queries > 1 || dim % LANES;
+    const Aligned pairs(paired ? batch * kv_heads * ((keys + 1) / 2) * dim : 0);
+    Forward<Half> of{(const Half*)q, (const Half*)k, (const Half*)v, (Half*)out, lse, (const Pair*)pairs.p};
+    if (paired) in_pairs(call, of.v, (Pair*)pairs.p);
+    forward(call, of, counts, index);
+#endif
     return 0;
   } catch (const std::bad_alloc&) { return 1; }
 }
@@ -537,8 +661,8 @@ extern "C" int block_sparse_backward(const float* q, const float* k, const float
                                      const float* grad, const float* out, const float* lse, float* dq, float* dk, float* dv, float* dgate, int64_t parts,
                                      const int32_t* counts, const int32_t* index, const int32_t* audit_counts, const int32_t* audit_index) {
   try {
-    const Call call{q, k, v, spans, gate, batch, heads, kv_heads, queries, keys, dim, size, scale, causal, threads};
-    const Gradients of{grad, out, lse, dq, dk, dv, dgate};
+    const Call call{spans, gate, batch, heads, kv_heads, queries, keys, dim, size, scale, causal, threads};
+    const Gradients of{q, k, v, grad, out, lse, dq, dk, dv, dgate};
     backward(call, of, parts, counts, index);
     if (audit_counts) audit(call, of, audit_counts, audit_index);
     return 0;

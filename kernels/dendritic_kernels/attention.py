@@ -43,7 +43,8 @@ def block_sparse_attention(
     Gradients reach q, k, v and, exactly, the gate of every kept block: dL/dgate is the sum over the block of
     w * (dL/dw - delta), where w is the weight without the gate (Dao et al. 2022 give dL/dw and delta).
 
-    Backends: `triton` (NVIDIA GPUs), `cpu` (PyTorch), `cpp` (C++, compiled on first use, computes in float32; falls
+    Backends: `triton` (NVIDIA GPUs), `cpu` (PyTorch), `cpp` (C++, compiled on first use; products in
+    float32, and of bfloat16 in the forward pass as such with sums in float32 where the processor has AVX512_BF16; falls
     back to `cpu` with a warning that says why), `flex` (PyTorch's FlexAttention), `sdpa`
     (PyTorch's dense attention with a mask), `dense` (written out, also float64). `auto` takes the fastest that fits.
     `flex` and `sdpa` take no gate.
@@ -55,6 +56,7 @@ def block_sparse_attention(
     spans = _spans(q, k, lengths, starts, query_offset)
     if scale is not None and not math.isfinite(scale): raise ValueError(f"scale must be finite, got {scale}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if scale <= 0: q, scale = q * scale, 1.0  # backends take scales above 0
     if q.numel() == 0: return q + k.sum() + v.sum() + (0 if gate is None else gate.sum())  # empty, and differentiable
     if backend == "auto": backend = _fitting(q, lists, gate)
     if backend in ("dense", "sdpa", "flex"): _check_spans(q, k, spans)

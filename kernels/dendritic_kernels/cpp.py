@@ -21,6 +21,11 @@ SOURCE = Path(__file__).with_name("attention.cpp")
 PROCESSORS = {"AVX512": (16, ["-mavx512f", "-mfma"]), "AVX2": (8, ["-mavx2", "-mfma"]), "DEFAULT": (4, [])}
 
 
+def _multiplies_half() -> bool:
+    "Whether this processor has products of bfloat16, added to float32, in vectors of 16."
+    return _lanes() == 16 and torch.cpu._is_avx512_bf16_supported()
+
+
 def _lanes() -> int: return PROCESSORS.get(torch.backends.cpu.get_cpu_capability(), PROCESSORS["DEFAULT"])[0]
 
 
@@ -38,6 +43,7 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
     "The compiled library, or None and the reason."
     capability = torch.backends.cpu.get_cpu_capability()
     lanes, flags = PROCESSORS.get(capability, PROCESSORS["DEFAULT"])
+    if _multiplies_half(): flags = [*flags, "-mavx512bf16"]
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None: return None, "no C++ compiler was found (c++, g++, clang++ or the CXX variable)"
     command = [compiler, "-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread",
@@ -58,7 +64,7 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
     except OSError as e: return None, f"the library could not be built or loaded: {e}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     call = [pointer] * 5 + [number] * 7 + [ctypes.c_float, ctypes.c_int, ctypes.c_int]
-    library.block_sparse_forward.argtypes = call + [pointer] * 4
+    library.block_sparse_forward.argtypes = call + [pointer] * 4 + [ctypes.c_int]
     library.block_sparse_backward.argtypes = call + [pointer] * 7 + [number] + [pointer] * 4
     return library, None
 
@@ -84,10 +90,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
             gate: Tensor | None,
             block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     "Output like q, and the logarithm of the weights' sum (batch, heads, seq), +inf where nothing is kept."
-    dtype, (q, k, v, gate) = q.dtype, _floats(q, k, v, gate)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+    dtype, half = q.dtype, q.dtype == torch.bfloat16 and q.shape[-1] % 2 == 0 and _multiplies_half()
+    q, k, v = (x.contiguous() for x in (q, k, v)) if half else _floats(q, k, v)
+    out, lse, (gate,) = torch.empty_like(q), torch.empty(q.shape[:3]), _floats(gate)
     _call(_library()[0].block_sparse_forward, q, k, v, spans, gate, block_size, causal, scale, out, lse, row_counts,
-          row_index)
+          row_index, int(half))
     return out.to(dtype), lse
 
 

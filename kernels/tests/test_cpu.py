@@ -3,6 +3,7 @@
 import pytest
 import torch
 from dendritic_kernels import BlockLists, block_sparse_attention, cpp, cpu
+from dendritic_kernels.reference import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import check, problem, results
@@ -29,9 +30,11 @@ needs_compiler = pytest.mark.skipif(cpp._library()[1] is not None, reason=f"C++ 
        seq=st.integers(1, 150), dim=st.sampled_from([1, 16, 33, 64, 128]),
        block=st.sampled_from([16, 48, 64]), density=st.sampled_from([0, 0.1, 0.5, 0.9, 1]),
        causal=st.booleans(), ragged=st.booleans(), padded=st.booleans(), part=st.sampled_from([0, 0.1, 0.6, 1]),
-       gated=st.booleans())
-def test_cpp_agrees_with_the_reference(groups, kv_heads, part, **sizes):
-    check("cpp", heads=kv_heads * groups, kv_heads=kv_heads, queries=max(1, round(part * sizes["seq"])), **sizes)
+       gated=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_cpp_agrees_with_the_reference(groups, kv_heads, part, gated, dtype, **sizes):
+    grads = dtype == torch.float32 or not gated  # a gate's gradient has the error of an output that was rounded
+    check("cpp", heads=kv_heads * groups, kv_heads=kv_heads, queries=max(1, round(part * sizes["seq"])), gated=gated,
+          dtype=dtype, grads=grads, **sizes)
 
 
 @needs_compiler
@@ -51,14 +54,39 @@ def test_cpp_is_exact(gated):
 
 
 @needs_compiler
-@pytest.mark.parametrize("dim", [16, 33, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [16, 33, 64, 70])
 @pytest.mark.parametrize("gated", [False, True])
-def test_cpp_one_query(dim, gated):
+def test_cpp_one_query(dim, gated, dtype):
     "As in decoding; also where nothing is kept, and where all that is kept is padding."
     for seed, density in enumerate((0.0, 0.2, 0.5, 1.0)):
-        check("cpp", seed=seed, queries=1, seq=150, block=32, dim=dim, causal=True, ragged=True, padded=True,
-              gated=gated, density=density)
-        check("cpp", seed=seed, queries=1, seq=150, block=32, dim=dim, gated=gated, density=density)
+        sizes = dict(seed=seed, queries=1, seq=150, block=32, dim=dim, gated=gated, density=density, dtype=dtype)
+        check("cpp", causal=True, ragged=True, padded=True, **sizes)
+        check("cpp", **sizes)
+
+
+@needs_compiler
+@pytest.mark.parametrize("start", [1, 5, 16, 21])
+def test_cpp_bfloat16_sees_no_padding(start):
+    "NaN before an odd first key and after an odd last one, which share a pair of keys with what is seen."
+    q, k, v, mask = problem(seq=75, block=16, dim=32, dtype=torch.bfloat16)
+    lists, seen = BlockLists.from_mask(mask | True, 75, 16), slice(start, start + 41)
+    expected = dense_attention(*(x[:, :, seen].double() for x in (q, k, v)), (mask | True)[..., :3, :3], 16)
+    for x in (q, k, v): x[:, :, :start] = x[:, :, seen.stop:] = torch.nan
+    call = lambda backend: block_sparse_attention(q, k, v, lists, backend=backend, starts=torch.tensor([start] * 2),
+                                                  lengths=torch.tensor([seen.stop] * 2))
+    torch.testing.assert_close(call("cpp")[:, :, seen].double(), expected, rtol=0.02, atol=0.02)
+    assert not call("cpp")[:, :, :start].any() and not call("cpp")[:, :, seen.stop:].any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_cpp_any_scale(scale, dtype):
+    q, k, v, mask = problem(seq=64, block=16, dtype=dtype)
+    lists = BlockLists.from_mask(mask | True, 64, 16)
+    call = lambda backend: block_sparse_attention(q, k, v, lists, causal=True, scale=scale, backend=backend)
+    torch.testing.assert_close(call("cpp").float(), call("dense").float(), rtol=0.02, atol=0.02)
 
 
 @needs_compiler
@@ -77,12 +105,14 @@ def test_cpp_layouts():
 
 
 @needs_compiler
-def test_cpp_large_scores():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpp_large_scores(dtype):
     "Scores whose exponential would overflow, and NaN where it belongs."
-    q, k, v, mask = problem(seq=64, block=16)
+    q, k, v, mask = problem(seq=64, block=16, dtype=dtype)
     lists = BlockLists.from_mask(mask | True, 64, 16)
     call = lambda backend: block_sparse_attention(q * 300, k * 300, v, lists, backend=backend)
-    torch.testing.assert_close(call("cpp"), call("dense"))
+    if dtype == torch.float32: torch.testing.assert_close(call("cpp"), call("dense"))
+    assert call("cpp").isfinite().all()
     k[0, 0, 0, 0] = torch.nan
     assert call("cpp")[0, :2].isnan().all() and not call("cpp")[1].isnan().any()
 
