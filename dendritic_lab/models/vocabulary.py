@@ -114,13 +114,14 @@ def factorise(
 def contextual_table(
     encoder: PreTrainedModel,  # a base model, such as `AutoModel` gives
     tokenizer: PreTrainedTokenizerFast,  # its tokenizer
-    ids: Tensor,  # (pieces,) ids of that tokenizer
+    ids: Tensor,  # (rows, pieces) ids of that tokenizer
     batch_size: int = 256,
-) -> Tensor:  # (pieces, hidden_size)
-    "The encoder's last hidden state at each piece, when that piece is its only input."
+) -> Tensor:  # (rows, hidden_size)
+    "The encoder's last hidden state at the pieces of a row, when they are its only input; several are averaged."
     def states(chunk: Tensor) -> Tensor:
-        start, end = (torch.full_like(chunk, i) for i in (tokenizer.cls_token_id, tokenizer.sep_token_id))
-        inputs = torch.stack([start, chunk, end], 1)  # (pieces, 3)
-        return encoder(input_ids=inputs, attention_mask=torch.ones_like(inputs)).last_hidden_state[:, 1].cpu()
+        start, end = (torch.full_like(chunk[:, :1], i) for i in (tokenizer.cls_token_id, tokenizer.sep_token_id))
+        inputs = torch.cat([start, chunk, end], 1)  # (rows, pieces + 2)
+        output = encoder(input_ids=inputs, attention_mask=torch.ones_like(inputs)).last_hidden_state
+        return output[:, 1:-1].mean(1).cpu()
 
     with evaluating(encoder): return torch.cat([states(chunk) for chunk in ids.to(encoder.device).split(batch_size)])
