@@ -11,10 +11,11 @@ from ..measure import count_params
 from .dsn import DSNConfig, DSNForSequenceClassification
 from .dsn_arms import MeanPooledEncoder
 from .phrases import add_pairs, departures, frequent_phrases
-from .vocabulary import TrimmedTokenizer, contextual_table, factorise, trim_tokenizer
+from .vocabulary import TrimmedTokenizer, contextual_table, factorise, rank_pieces, trim_tokenizer
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ class Lexicon:
     phrases: Tensor  # (phrases, 3) ids, -1 in front of a pair, those of the largest gain first
     departures: Tensor  # (phrases, directions) of a phrase from the sum of its pieces
     outputs: int  # of all teachers, of which the directions are left
+
+    @cached_property
+    def ranked(self) -> list[str]: return rank_pieces(self.tokenizer, self.texts)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -75,7 +79,7 @@ def first_rows(
 ) -> tuple[TrimmedTokenizer, Tensor, Tensor, Tensor]:
     """Where a table starts: its tokenizer, rows of pieces (pieces, width), phrases (n, 3) as ids of that tokenizer and
     their rows (n, width), which are added to those of their pieces and, for triples, of their pairs."""
-    tokenizer, kept = trim_tokenizer(lexicon.tokenizer, pieces, lexicon.texts)
+    tokenizer, kept = trim_tokenizer(lexicon.tokenizer, pieces, ranked=lexicon.ranked)
     rows, directions = factorise(lexicon.pieces[kept], width)
     scale = (width / int(lexicon.outputs)) ** 0.5
     new_ids = torch.full((len(lexicon.pieces),), -1)

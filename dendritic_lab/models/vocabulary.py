@@ -78,6 +78,7 @@ def trim_tokenizer(
     tokenizer: PreTrainedTokenizerFast,  # WordPiece or byte-pair encoding
     vocab_size: int,  # pieces to keep, special tokens included
     texts: Iterable[str] | None = None,  # the training texts; None: the pretrained vocabulary's own order
+    ranked: list[str] | None = None,  # what `rank_pieces` says of them, where it is known
 ) -> tuple[TrimmedTokenizer, Tensor]:  # the small tokenizer, and (vocab_size,) the old id of each new one
     """Keep the `vocab_size` most useful pieces. Ids keep their old order, so the padding token stays in front.
 
@@ -89,7 +90,7 @@ def trim_tokenizer(
     special = len(set(tokenizer.all_special_tokens))
     if not special < vocab_size <= len(old_ids):
         raise ValueError(f"vocab_size must be between {special + 1} and {len(old_ids)}, got {vocab_size}")
-    ranked = rank_pieces(tokenizer, texts)
+    if ranked is None: ranked = rank_pieces(tokenizer, texts)
     order = [piece for part in (ranked[:vocab_size], ranked[vocab_size:]) for piece in sorted(part, key=old_ids.get)]
     new_ids = {piece: i for i, piece in enumerate(order)}
     model["vocab"] = {piece: new_ids[piece] for piece in model["vocab"]}

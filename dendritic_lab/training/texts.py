@@ -14,12 +14,11 @@ from .state import Fit
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 # %% ../../nbs/training/12_texts.ipynb #95218616
 def predict_texts(
-    model: PreTrainedModel,  # a classifier with its tokenizer in `.tokenizer`
+    model: nn.Module,  # a classifier with its tokenizer in `.tokenizer`
     texts: Sequence[str],
     size: int = 64,  # texts in a batch
 ) -> Tensor:  # (texts, classes) logits
@@ -28,7 +27,7 @@ def predict_texts(
 
 # %% ../../nbs/training/12_texts.ipynb #5635d895
 def fit_texts(
-    model: PreTrainedModel,  # a classifier with its tokenizer in `.tokenizer`
+    model: nn.Module,  # a classifier with its tokenizer in `.tokenizer`
     texts: Sequence[str],
     targets: Sequence[int] | Tensor,  # labels, or logits of a teacher (texts, classes)
     validation: tuple[Sequence[str], Sequence[int]],  # texts and labels
