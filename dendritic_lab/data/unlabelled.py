@@ -8,6 +8,7 @@ __all__ = ['LETTERS', 'SHARE', 'letters', 'runs', 'not_in', 'spaced', 'film_snip
 # %% ../../nbs/data/18_unlabelled.ipynb #7a689bf5
 from .benchmarks import load
 
+import random
 import re
 import unicodedata
 from collections import Counter, defaultdict
@@ -54,7 +55,9 @@ def spaced(text: str) -> str:
 
 def film_snippets(
     held_out: Sequence[str],  # validation and test texts
-) -> list[str]:
+    count: int = 2 ** 40,  # at most
+) -> list[str]:  # in random order
     "Film-review snippets of vaderSentiment of which nothing occurs in the held-out texts."
     splits = load("sst2", source="embedded")
-    return [spaced(text) for text in not_in([t for part in splits.values() for t in part["sentence"]], held_out)]
+    texts = not_in([text for part in splits.values() for text in part["sentence"]], held_out)
+    return [spaced(text) for text in random.Random(0).sample(texts, min(count, len(texts)))]
