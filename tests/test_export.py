@@ -52,7 +52,8 @@ def grown():
     return put_dendrites(plain, {"0": 2, "2": 1}), {"input": torch.randn(4, 8)}
 
 
-MODELS = {"dsn": dsn, "dsn, in order": dsn_in_order, "perforated": perforated, "perforated, blocks dropped": lambda: perforated(sparsity=0.5),
+MODELS = {"dsn": dsn, "dsn, in order": dsn_in_order, "perforated": perforated,
+          "perforated, blocks dropped": lambda: perforated(sparsity=0.5),
           "perforated, tokens dropped": lambda: perforated(keep_ratio=0.5), "dendritic lm": dendritic_lm,
           "dendritic lm, as documented": lambda: dendritic_lm("dendritic-294m"),
           "dendritic lm, all parts": lambda: dendritic_lm("dendritic-294m", **REPAIRED),

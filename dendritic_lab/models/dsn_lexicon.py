@@ -14,7 +14,7 @@ from .phrases import add_pairs, departures, frequent_phrases
 from .vocabulary import TrimmedTokenizer, contextual_table, factorise, rank_pieces, trim_tokenizer
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
