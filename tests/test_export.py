@@ -18,7 +18,14 @@ def text() -> dict:
     return {"input_ids": torch.randint(1, 99, (2, 24)) * mask, "attention_mask": mask}
 
 
-def dsn(): return DSNForSequenceClassification(DSNConfig(99, 32, 8, ngram_buckets=16, num_dendrites=2)), text()
+def dsn(**parts): return DSNForSequenceClassification(DSNConfig(99, 32, 8, num_dendrites=2, **parts)), text()
+
+
+def dsn_in_order():
+    model, inputs = dsn(phrases=16, local_rank=4, pooling="mean_max")
+    pairs = torch.cat([torch.full((16, 1), -1), inputs["input_ids"][0, :17].unfold(0, 2, 1)], 1)
+    model.set_phrases(pairs, torch.randn(16, 8))
+    return model, inputs
 
 
 def perforated(sparsity=0.0, keep_ratio=1.0):
@@ -45,7 +52,8 @@ def grown():
     return put_dendrites(plain, {"0": 2, "2": 1}), {"input": torch.randn(4, 8)}
 
 
-MODELS = {"dsn": dsn, "perforated": perforated, "perforated, blocks dropped": lambda: perforated(sparsity=0.5),
+MODELS = {"dsn": dsn, "dsn, in order": dsn_in_order, "perforated": perforated,
+          "perforated, blocks dropped": lambda: perforated(sparsity=0.5),
           "perforated, tokens dropped": lambda: perforated(keep_ratio=0.5), "dendritic lm": dendritic_lm,
           "dendritic lm, as documented": lambda: dendritic_lm("dendritic-294m"),
           "dendritic lm, all parts": lambda: dendritic_lm("dendritic-294m", **REPAIRED),

@@ -7,6 +7,7 @@ __all__ = ['text_batches', 'mlm_batches']
 
 # %% ../../nbs/data/03_batches.ipynb #f3fe5795
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch.utils.data import DataLoader
@@ -30,18 +31,18 @@ def text_batches(
     for name, values in columns.items():
         if len(values) == len(texts): continue
         raise ValueError(f"{name}: expected {len(texts)} values, one a text, got {len(values)}")
-    encoded = tokenizer(texts, truncation=True, max_length=max_length, return_attention_mask=False,
-                        return_token_type_ids=isinstance(texts[0], tuple))
+    encode = cache(lambda: tokenizer(texts, truncation=True, max_length=max_length, return_attention_mask=False,
+                                     return_token_type_ids=isinstance(texts[0], tuple)))  # when a batch is wanted
     pad = DataCollatorWithPadding(tokenizer)
     as_tensor = lambda column: torch.as_tensor(column if isinstance(column, torch.Tensor) else list(column))
     values = {name: as_tensor(column) for name, column in columns.items()}
 
     def collate(rows: list[int]) -> dict[str, torch.Tensor]:
-        batch = pad([{name: of[i] for name, of in encoded.items()} for i in rows])
+        batch = pad([{name: of[i] for name, of in encode().items()} for i in rows])
         return {**batch, **{name: column[rows] for name, column in values.items()}}
 
-    lengths = [len(ids) for ids in encoded["input_ids"]]
-    sampler = LengthGroupedSampler(batch_size, lengths=lengths) if by_length else None
+    lengths = lambda: [len(ids) for ids in encode()["input_ids"]]
+    sampler = LengthGroupedSampler(batch_size, lengths=lengths()) if by_length else None
     order = dict(sampler=sampler) if by_length else dict(shuffle=shuffle)
     return DataLoader(range(len(texts)), batch_size, **order, collate_fn=collate)
 

@@ -21,10 +21,10 @@ def word_shares(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # (word
 EXCHANGED, DROPPED = 0.25, 0.1  # probabilities of a word
 
 
-def exchanged(text: str, words: np.ndarray, shares: np.ndarray, draw: np.random.Generator) -> str:
-    "`text` with some words exchanged for drawn ones and some dropped; may be empty."
+def exchanged(text: str, words: np.ndarray, ends: np.ndarray, draw: np.random.Generator) -> str:
+    "`text` with some words exchanged for drawn ones and some dropped; may be empty. `ends` are shares summed up."
     old = text.split()
-    chance, new = draw.random(len(old)), draw.choice(words, len(old), p=shares)
+    chance, new = draw.random(len(old)), words[np.searchsorted(ends, draw.random(len(old)) * ends[-1])]
     kept = ~((EXCHANGED <= chance) & (chance < EXCHANGED + DROPPED))
     return " ".join(n if c < EXCHANGED else o for o, n, c, k in zip(old, new, chance, kept) if k)
 
@@ -49,10 +49,11 @@ def made_up_texts(
     if not any(text.split() for text in texts): raise ValueError("expected at least one text with a word")
     draw = np.random.default_rng(seed)
     words, shares = word_shares(texts)
+    ends = shares.cumsum()  # a draw looks its word up in them
     phrases = [text for text in texts if 3 <= len(text.split()) <= 12] or texts
     longer = [text for text in texts if 5 <= len(text.split()) <= 99] or texts
     made = [str(word) for word in draw.permutation(words)[:count // 4]]
     for i in range(count - len(made)):
-        if i % 2: made.append(exchanged(longer[draw.integers(len(longer))], words, shares, draw))
+        if i % 2: made.append(exchanged(longer[draw.integers(len(longer))], words, ends, draw))
         else: made.append(joined(phrases, draw))
     return [text for text in made if text.strip()]

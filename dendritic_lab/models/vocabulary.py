@@ -78,6 +78,7 @@ def trim_tokenizer(
     tokenizer: PreTrainedTokenizerFast,  # WordPiece or byte-pair encoding
     vocab_size: int,  # pieces to keep, special tokens included
     texts: Iterable[str] | None = None,  # the training texts; None: the pretrained vocabulary's own order
+    ranked: list[str] | None = None,  # what `rank_pieces` says of them, where it is known
 ) -> tuple[TrimmedTokenizer, Tensor]:  # the small tokenizer, and (vocab_size,) the old id of each new one
     """Keep the `vocab_size` most useful pieces. Ids keep their old order, so the padding token stays in front.
 
@@ -89,7 +90,7 @@ def trim_tokenizer(
     special = len(set(tokenizer.all_special_tokens))
     if not special < vocab_size <= len(old_ids):
         raise ValueError(f"vocab_size must be between {special + 1} and {len(old_ids)}, got {vocab_size}")
-    ranked = rank_pieces(tokenizer, texts)
+    if ranked is None: ranked = rank_pieces(tokenizer, texts)
     order = [piece for part in (ranked[:vocab_size], ranked[vocab_size:]) for piece in sorted(part, key=old_ids.get)]
     new_ids = {piece: i for i, piece in enumerate(order)}
     model["vocab"] = {piece: new_ids[piece] for piece in model["vocab"]}
@@ -114,13 +115,14 @@ def factorise(
 def contextual_table(
     encoder: PreTrainedModel,  # a base model, such as `AutoModel` gives
     tokenizer: PreTrainedTokenizerFast,  # its tokenizer
-    ids: Tensor,  # (pieces,) ids of that tokenizer
+    ids: Tensor,  # (rows, pieces) ids of that tokenizer
     batch_size: int = 256,
-) -> Tensor:  # (pieces, hidden_size)
-    "The encoder's last hidden state at each piece, when that piece is its only input."
+) -> Tensor:  # (rows, hidden_size)
+    "The encoder's last hidden state at the pieces of a row, when they are its only input; several are averaged."
     def states(chunk: Tensor) -> Tensor:
-        start, end = (torch.full_like(chunk, i) for i in (tokenizer.cls_token_id, tokenizer.sep_token_id))
-        inputs = torch.stack([start, chunk, end], 1)  # (pieces, 3)
-        return encoder(input_ids=inputs, attention_mask=torch.ones_like(inputs)).last_hidden_state[:, 1].cpu()
+        start, end = (torch.full_like(chunk[:, :1], i) for i in (tokenizer.cls_token_id, tokenizer.sep_token_id))
+        inputs = torch.cat([start, chunk, end], 1)  # (rows, pieces + 2)
+        output = encoder(input_ids=inputs, attention_mask=torch.ones_like(inputs)).last_hidden_state
+        return output[:, 1:-1].mean(1).cpu()
 
     with evaluating(encoder): return torch.cat([states(chunk) for chunk in ids.to(encoder.device).split(batch_size)])
