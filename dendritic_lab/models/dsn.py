@@ -100,6 +100,10 @@ class DSNForSequenceClassification(PreTrainedModel):
         "Phrases start near zero, so that at first the pieces speak alone; dendrites start silent."
         if isinstance(module, (DendriticLinear, LocalDendrites)): module.reset_parameters()
         elif isinstance(module, AttentionPool): nn.init.zeros_(module.query)
+        elif isinstance(module, PackedEmbedding):
+            for part in (module.codes, module.scale): nn.init.zeros_(part)
+        elif module is self:
+            if self.config.phrases: nn.init.zeros_(self.phrase_keys)
         elif module is self.phrases and self.config.table_bits is None:
             nn.init.normal_(module.weight, std=0.01)[0].zero_()
         elif not (self.local is not None and module in (self.local.down, self.local.up)): super()._init_weights(module)
