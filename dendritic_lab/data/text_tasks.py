@@ -42,9 +42,10 @@ class TextTask:
         return text_batches(self.tokenizer, texts, self.batch_size, max_length=self.max_length,
                             labels=torch.tensor(labels[:len(texts)]), **order)
 
-    def first(self, rows: int) -> "TextTask":
-        "The first rows of each split."
-        return replace(self, splits={split: tuple(part[:rows] for part in of) for split, of in self.splits.items()})
+    def first(self, rows: int, of: Sequence[str] = ("train", "validation", "test")) -> "TextTask":
+        "The first rows of some splits, all of the others."
+        cut = {split: tuple(part[:rows] for part in self.splits[split]) for split in of if split in self.splits}
+        return replace(self, splits=self.splits | cut)
 
     def train_set(self) -> DataLoader: return self.batches("train", shuffle=True, by_length=True)
 
