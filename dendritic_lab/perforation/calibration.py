@@ -136,7 +136,7 @@ def distil_gates(
             steps.append(sum(teacher.losses) / len(teacher.losses))
     return [teacher.gates[i] for i in range(len(teacher.names))], steps
 
-
+# %% ../../nbs/perforation/03_calibration.ipynb #28d14a33
 def gate_tensors(gates: Sequence[DistilledGate]) -> dict[str, Tensor]:
     "What gates have learned, as one dictionary: to be saved, and read again by `load_gates`."
     sizes = {f"{i}.pool_size": torch.tensor(gate.pool_size) for i, gate in enumerate(gates)}
