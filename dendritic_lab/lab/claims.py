@@ -97,7 +97,7 @@ TOLERANCE = 0.01  # of the claimed figure
 def check_count(claim: dict, value: float) -> str:
     "Whether a count is the claimed one, or on the side that the claim says is better: 'confirmed' or 'not confirmed'."
     claimed, unit = claim["value"], last_digit(str(claim["value"])) or 1.0
-    low, high = (claimed, claimed + unit) if claim.get("cut") else (claimed - unit / 2, claimed + unit / 2)
+    low, high = claimed - unit / 2, claimed + (unit if claim.get("cut") else unit / 2)
     is_better = {"higher": value > claimed, "lower": value < claimed, "equal": False}[claim["better"]]
     return "confirmed" if low - 1e-9 * unit <= value < high or is_better else "not confirmed"
 
