@@ -20,7 +20,7 @@ def heap(
     room: int,  # tokens for all
     after: int,  # tokens that stand before the quoted one at least
     draw: random.Random,
-) -> list[int]:  # which snippets, in order
+) -> list[int]:  # which snippets, in order; none where the quoted one finds no place
     "Snippets at random that fill the room, the quoted one at a random place among them."
     chosen, filled = [], tokens[quoted]
     for i in draw.sample(range(len(snippets)), min(len(snippets), room)):
@@ -28,7 +28,7 @@ def heap(
         chosen.append(i); filled += tokens[i]
     starts = [sum(tokens[i] for i in chosen[:n]) for n in range(len(chosen) + 1)]
     places = [n for n, start in enumerate(starts) if start >= after]
-    if not places: raise ValueError(f"{room} tokens have no place for a snippet behind {after}")
+    if not places: return []
     place = draw.choice(places)
     return [*chosen[:place], quoted, *chosen[place:]]
 
@@ -43,8 +43,9 @@ def quoting_task(
 ) -> TextTask:  # pairs of a quote and a body
     """For each row a document that quotes it, among other rows of the same split, the same every time.
 
-    A snippet is a window of a text at a random place, and a quote a window of it. Raises `ValueError` for sizes that do
-    not fit, and where a split has too few rows for a document.
+    A snippet is a window of a text at a random place, and a quote a window of it. Rows whose snippet is too long to
+    stand behind others are left out. Raises `ValueError` where that is more than a tenth of a split: for sizes that do
+    not fit, and for too few rows.
     """
     if not 1 <= quote_words < snippet_words: raise ValueError(f"expected 1 <= quote_words < snippet_words, got "
                                                               f"{quote_words} and {snippet_words}")
@@ -59,6 +60,11 @@ def quoting_task(
         sizes = [len(ids) for ids in task.tokenizer(snippets, add_special_tokens=False)["input_ids"]]
         taken = [len(ids) + 3 for ids in task.tokenizer(quotes, add_special_tokens=False)["input_ids"]]
         heaps = [heap(snippets, i, sizes, length - taken[i], after, draw) for i in range(len(texts))]
-        splits[split] = [(quotes[i], " ".join(snippets[j] for j in of)) for i, of in enumerate(heaps)], labels
+        fits = [i for i, of in enumerate(heaps) if of]
+        if len(fits) < 0.9 * len(texts):
+            raise ValueError(f"only {len(fits)} of {len(texts)} documents of {length} tokens have a place for a snippet "
+                             f"behind {after}")
+        pairs = [(quotes[i], " ".join(snippets[j] for j in heaps[i])) for i in fits]
+        splits[split] = pairs, [labels[i] for i in fits]
     data = f"documents of {length} tokens at most, of snippets from {task.record.get('data', task.record['name'])}"
     return replace(task, record=task.record | {"data": data}, splits=splits, max_length=length)
