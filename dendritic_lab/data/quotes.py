@@ -62,8 +62,8 @@ def quoting_task(
         heaps = [heap(snippets, i, sizes, length - taken[i], after, draw) for i in range(len(texts))]
         fits = [i for i, of in enumerate(heaps) if of]
         if len(fits) < 0.9 * len(texts):
-            raise ValueError(f"only {len(fits)} of {len(texts)} documents of {length} tokens have a place for a snippet "
-                             f"behind {after}")
+            raise ValueError(f"only {len(fits)} of {len(texts)} documents of {length} tokens have a place for a "
+                             f"snippet behind {after}")
         pairs = [(quotes[i], " ".join(snippets[j] for j in heaps[i])) for i in fits]
         splits[split] = pairs, [labels[i] for i in fits]
     data = f"documents of {length} tokens at most, of snippets from {task.record.get('data', task.record['name'])}"

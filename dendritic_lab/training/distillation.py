@@ -17,7 +17,13 @@ def distillation_loss(
     temperature: float = 2.0,
     alpha: float = 1.0,  # weight of the teacher, 0 to 1
 ) -> Tensor:  # scalar
-    "Cross-entropy against labels and KL divergence from the teacher. Source: Hinton et al. 2015."
+    """Cross-entropy against labels and KL divergence from the teacher. Source: Hinton et al. 2015.
+
+    One class is a scale: then squared differences from labels and from the teacher.
+    """
+    if logits.shape[-1] == 1:
+        soft = F.mse_loss(logits, teacher_logits)
+        return soft if alpha == 1 else alpha * soft + (1 - alpha) * F.mse_loss(logits[:, 0], labels)
     teacher, student = F.softmax(teacher_logits / temperature, -1), F.log_softmax(logits / temperature, -1)
     soft = temperature ** 2 * F.kl_div(student, teacher, reduction="batchmean")
     return soft if alpha == 1 else alpha * soft + (1 - alpha) * F.cross_entropy(logits, labels)

@@ -46,14 +46,15 @@ def train_folds(
     labels: Tensor,  # of the first fold's validation texts, of which the tensors have `validation`, the logits
     folder: Path | None = None,  # of all trainings
 ) -> tuple[dict[str, list[dict[str, Tensor]]], dict[str, dict[float, float]]]:
-    "Train every arm in every fold. Gives each arm's tensors, one a fold, and its losses by rate."
+    "Train every arm in every fold. Gives each arm's tensors, one a fold, and its losses by rate (squared for numbers)."
     def done(wanted):
         job = lambda arm, lr, fold: lambda path: kept(lambda checkpoint: arms[arm](lr, fold, checkpoint), path)
         return share_jobs({f"{arm}-{lr:g}-{fold}": job(arm, lr, fold) for arm, lr, fold in wanted}, folder)
 
-    tried = done((arm, lr, 0) for arm in arms for lr in rates)
-    losses = {arm: {lr: F.cross_entropy(tried[f"{arm}-{lr:g}-0"]["validation"], labels).item() for lr in rates}
-              for arm in arms}
+    def loss(logits): return F.mse_loss(logits[:, 0], labels) if scale else F.cross_entropy(logits, labels)
+
+    tried, scale = done((arm, lr, 0) for arm in arms for lr in rates), labels.is_floating_point()
+    losses = {arm: {lr: loss(tried[f"{arm}-{lr:g}-0"]["validation"]).item() for lr in rates} for arm in arms}
     best = {arm: min(of, key=of.get) for arm, of in losses.items()}
     others = done((arm, best[arm], fold) for fold in range(1, folds) for arm in arms)
     all_of = lambda arm: [(tried | others)[f"{arm}-{best[arm]:g}-{fold}"] for fold in range(folds)]

@@ -112,10 +112,14 @@ class Frontier:
 
     def variant(self, name: str) -> Variant: return self.variants[name.removesuffix(".int8")]
 
+    def logits(self, name: str, split: str = "test") -> list[Tensor]:  # (texts, classes), one a fold
+        "What the model of each fold says about its texts."
+        arm, dot, bits = name.partition(".")
+        return [tensors[split + dot + bits] for tensors in self.found[arm]]
+
     def right(self, name: str, split: str = "test") -> np.ndarray:  # (1, texts of all folds) bool
         "Whether the models of all folds are right about their texts."
-        arm, dot, bits = name.partition(".")
-        said = torch.cat([tensors[split + dot + bits] for tensors in self.found[arm]])
+        said = torch.cat(self.logits(name, split))
         return (said.argmax(-1) == torch.cat([task.labels(split) for task in self.trials.tasks])).numpy()[None]
 
     def model(self, name: str) -> torch.nn.Module:
