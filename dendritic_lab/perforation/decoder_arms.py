@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 class DecoderArms:
     "Every way to choose a decoder's blocks, at several shares to drop."
     names = "window", "means", "pooled", "pooled_budgets", "gate", "gate_budgets", "tuned", "oracle"
-    seekers = "window", "pooled", "gate", "oracle"  # those that also look for facts
+    seekers = "window", "pooled", "pooled_budgets", "gate", "gate_budgets", "oracle"  # those that also look for facts
 
     def __init__(self,
         model: PreTrainedModel,  # a decoder in evaluation mode, whose weights stay as they are

@@ -8,6 +8,7 @@ __all__ = ['share_jobs', 'fingerprint', 'kept_tensors', 'kept']
 # %% ../../nbs/training/10_jobs.ipynb #0c8215b5
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -77,9 +78,15 @@ def kept_tensors(
         return load_file(file)
 
 
-def kept(make: Callable[..., dict[str, Tensor]]) -> Callable:
-    "A job for `share_jobs` whose tensors are kept. `make` gets the results of what it needs, and no folder."
+def kept(
+    make: Callable[..., dict[str, Tensor]],  # called with the results of what it needs
+    resumes: bool = False,  # whether it first gets a folder for checkpoints, or None
+) -> Callable:
+    "A job for `share_jobs` whose tensors are kept. Its checkpoints are removed as soon as they are."
     def work(place, *needed):
-        return kept_tensors(place and place.parent / f"{place.name}.safetensors", lambda: make(*needed))
+        file, first = place and place.parent / f"{place.name}.safetensors", (place,) if resumes else ()
+        found = kept_tensors(file, lambda: make(*first, *needed))
+        if place: shutil.rmtree(place, ignore_errors=True)
+        return found
 
     return work
