@@ -14,11 +14,14 @@ from dendritic_lab.perforation import (
 from dendritic_lab.layers.blocks import visible_blocks, visible_tokens
 
 from transformers import (
-    AlbertConfig, AlbertModel, BartConfig, BartModel, BertConfig, BertForMaskedLM, BertModel, DebertaV2Config,
-    DebertaV2Model, DistilBertConfig, DistilBertModel, DynamicCache, ElectraConfig, ElectraModel, Gemma2Config,
-    Gemma2ForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig,
-    LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, RobertaConfig, RobertaModel,
-    StaticCache, T5Config, T5EncoderModel, Trainer, TrainingArguments, XLNetConfig, XLNetModel, pipeline)
+    AlbertConfig, AlbertModel, AttentionInterface, AttentionMaskInterface, BartConfig, BartModel, BertConfig,
+    BertForMaskedLM, BertModel, DebertaV2Config, DebertaV2Model, DistilBertConfig, DistilBertModel, DynamicCache,
+    ElectraConfig, ElectraModel, GPTNeoXConfig, GPTNeoXForCausalLM, Gemma2Config, Gemma2ForCausalLM, GptOssConfig,
+    GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM,
+    RobertaConfig, RobertaModel, StaticCache, T5Config, T5EncoderModel, Trainer, TrainingArguments, XLNetConfig,
+    XLNetModel, pipeline)
+from transformers.masking_utils import eager_mask
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 SIZES = dict(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)
 DECODER = dict(**SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=None)
@@ -336,6 +339,32 @@ def test_pruned_caches_keep_positions_and_padding():
         assert torch.equal(after[1:], before[1:]), method
         assert pruning.report().kept.tolist() == [54] * 4
         assert (pruning.report().bytes_after < 0.61 * pruning.report().bytes_before).all()
+
+
+@pytest.mark.parametrize("method", ["recent", "snap"])
+def test_a_mask_may_be_given_by_its_place(method):
+    model, ids = make(DECODERS["llama"]()), IDS * MASKS["left"]
+    with prune_cache(model, keep=0.3, method=method, window=8):
+        named = model(input_ids=ids, attention_mask=MASKS["left"]).past_key_values
+        placed = model(ids, MASKS["left"]).past_key_values
+    for a, b in zip(named.layers, placed.layers): assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+
+
+@pytest.mark.parametrize("take", [perforate, prune_cache])
+def test_an_attention_function_of_ones_own_is_not_replaced(take):
+    model = make(DECODERS["llama"]())
+    doubled = lambda *args, **kwargs: (2 * eager_attention_forward(*args, **kwargs)[0], None)
+    AttentionInterface.register("doubled", doubled)
+    AttentionMaskInterface.register("doubled", eager_mask)
+    try:
+        model.set_attn_implementation("doubled")
+        before = outputs(model, None)
+        with pytest.raises(ValueError, match="computes its attention with 'doubled'"): take(model)
+        torch.testing.assert_close(outputs(model, None), before)
+        model.set_attn_implementation("sdpa")
+        take(model).restore()
+    finally:
+        for interface in (AttentionInterface, AttentionMaskInterface): interface._global_mapping.pop("doubled")
 
 
 def test_snap_keeps_what_the_last_queries_read():

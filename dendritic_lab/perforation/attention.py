@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 
 import pandas as pd
 import torch
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from ..layers.blocks import Layout, keep_blocks, sparse_attention, unit_gate, visible_blocks
 from ..layers.selectors import SELECTORS, check_sparsity
 from .interface import (
-    Attachment, handlers_of, is_causal, read_mask, unreached_modules)
+    Attachment, handlers_of, is_causal, read_mask, transformers_models, unreached_modules)
 
 # %% ../../nbs/perforation/01_attention.ipynb #feff8369
 @dataclass
@@ -56,9 +57,12 @@ class Perforation:
             layers = len(self.names)
             self.layer = {name: i for i, name in enumerate(self.names)}
             if isinstance(selectors, nn.Module): selectors = [selectors] * layers
+            if not isinstance(selectors, Sequence | nn.ModuleList) or not all(
+                    isinstance(s, nn.Module) for s in selectors):
+                raise ValueError(f"expected selectors that are modules, got {selectors!r}")
             if len(selectors) != layers: raise ValueError(f"expected {layers} selectors, got {len(selectors)}")
-            if not all(-layers <= i < layers for i in dense_layers):
-                raise ValueError(f"dense_layers must be numbers of {layers} layers, got {list(dense_layers)}")
+            if not isinstance(dense_layers, Collection) or not all(i in range(-layers, layers) for i in dense_layers):
+                raise ValueError(f"dense_layers must be numbers of {layers} layers, got {dense_layers!r}")
             self.selectors, self.block_size, self.min_tokens = list(selectors), block_size, min_tokens
             self.dense_layers = {i % layers for i in dense_layers}
             self.unreached, self.counts = unreached_modules(model), [LayerCount() for _ in self.names]
@@ -70,7 +74,8 @@ class Perforation:
 
     def set_sparsity(self, sparsity: float | Sequence):  # one for all; or one for each layer, or for each of its heads
         "Share of visible blocks to drop from now on, 0 to below 1. Raises `ValueError`."
-        if isinstance(sparsity, str): raise ValueError(f"sparsity must be a number or several, got {sparsity!r}")
+        if not isinstance(sparsity, (Real, Sequence, Tensor)) or isinstance(sparsity, str):
+            raise ValueError(f"sparsity must be a number or several, got {sparsity!r}")
         each = sparsity.tolist() if isinstance(sparsity, Tensor) else sparsity
         each = list(each) if isinstance(each, Sequence) else [each] * len(self.names)
         if len(each) != len(self.names):
@@ -165,12 +170,15 @@ def perforate(
     """Make the attention of a transformers model sparse, in place, until the handle restores it.
 
     Raises `ValueError` naming what is not reached, if the model is perforated already, and for sizes that do not fit.
-    A copy of a perforated model is dense.
+    A copy of a perforated model is dense. With gradient checkpointing call `backward` before the handle restores the
+    model, since it computes the forward pass once more.
     """
+    transformers_models(model)
     if any(isinstance(h, Perforation) for h in handlers_of(model)):
         raise ValueError("the model is perforated already: restore it first, or use its handle's set_sparsity")
-    if block_size < 1 or min_tokens < 0:
-        raise ValueError(f"expected block_size >= 1 and min_tokens >= 0, got {block_size} and {min_tokens}")
+    if not (isinstance(block_size, int) and block_size >= 1 and isinstance(min_tokens, int) and min_tokens >= 0):
+        raise ValueError("expected whole numbers block_size of at least 1 and min_tokens of at least 0"
+                         f", got {block_size!r} and {min_tokens!r}")
     if isinstance(selector, str):
         if selector not in SELECTORS:
             raise ValueError(f"selector must be one of {', '.join(SELECTORS)} or a module, got {selector!r}")

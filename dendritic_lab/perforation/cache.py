@@ -8,6 +8,8 @@ __all__ = ['METHODS', 'PrunedLayer', 'keep_tokens', 'recent_scores', 'window_vot
 # %% ../../nbs/perforation/02_cache.ipynb #4d675214
 import math
 from collections.abc import Callable, Sequence
+from inspect import signature
+from numbers import Real
 
 import pandas as pd
 import torch
@@ -18,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..layers.blocks import Layout
 from ..layers.selectors import DistilledGate, grouped_products
-from .interface import Attachment, attention_modules, seen_by
+from .interface import Attachment, attention_modules, seen_by, transformers_models
 
 # %% ../../nbs/perforation/02_cache.ipynb #bfb80072
 class PrunedLayer(DynamicLayer):
@@ -117,10 +119,10 @@ class CachePruning:
         return proceed(q, k, v, mask, **kwargs)
 
     def after(self, model: nn.Module, args: tuple, kwargs: dict, output):
+        kwargs = signature(model.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
         cache = kwargs.get("past_key_values")
         if cache is None: cache = getattr(output, "past_key_values", None)
         given = next((kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None), None)
-        given = args[0] if given is None and args else given
         if cache is None or given is None or given.shape[1] < self.window: return
         why = self.prune(cache, kwargs.get("attention_mask"))
         if why: self.skipped[why] = self.skipped.get(why, 0) + 1
@@ -188,13 +190,18 @@ def prune_cache(
 
     Raises `ValueError` for settings that do not fit, and naming what is not reached if attention has to be heard.
     """
-    if not 0 < keep <= 1: raise ValueError(f"keep must be above 0 and at most 1, got {keep}")
+    transformers_models(model)
+    if not isinstance(keep, Real) or not 0 < keep <= 1:
+        raise ValueError(f"keep must be above 0 and at most 1, got {keep!r}")
     if method not in METHODS: raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    if window < 1 or sinks < 0 or kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(f"expected window >= 1, sinks >= 0 and an odd kernel_size"
-                         f", got {window}, {sinks} and {kernel_size}")
+    sizes = window, sinks, kernel_size
+    if not all(isinstance(n, int) for n in sizes) or window < 1 or sinks < 0 or kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError("expected whole numbers: window of at least 1, sinks of at least 0 and an odd kernel_size"
+                         f", got {window!r}, {sinks!r} and {kernel_size!r}")
     if (method == "gate") != (gate is not None):
         raise ValueError("method 'gate' needs gate=, a trained DistilledGate for each layer, and no other method does")
-    if gate is not None and len(gate) != (layers := len(attention_modules(model))):
-        raise ValueError(f"expected {layers} gates, one for each layer, got {len(gate)}")
+    if gate is not None:
+        layers, gates = len(attention_modules(model)), isinstance(gate, Sequence | nn.ModuleList) and [*gate]
+        if not gates or len(gates) != layers or not all(isinstance(g, DistilledGate) for g in gates):
+            raise ValueError(f"expected {layers} gates of the type DistilledGate, one for each layer, got {gate!r}")
     return CachePruning(model, keep, method, window, sinks, kernel_size, gate)
