@@ -147,6 +147,9 @@ class PerforatedBertLayer(BertLayer):
             if log_keep is not None: bias = log_keep.masked_fill(~mask, -torch.inf)[:, None, None].to(q)
             elif not torch.compiler.is_compiling() and mask.all(): bias = None  # a graph cannot read a mask
             dropout = self.attention.self.dropout.p if self.training else 0.0
+            half = torch.is_grad_enabled() and q.dtype == torch.bfloat16 and q.device.type == "cpu"
+            if half and log_keep is None and not dropout:  # SDPA's gradients are slow there
+                return sparse_attention(q, k, v, decision.kept, layout, scale, backend=backend)
             return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=scale)
         if log_keep is not None:
             q, v = F.pad(q, (0, 1), value=1.0), F.pad(v, (0, 1))

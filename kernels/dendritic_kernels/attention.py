@@ -193,7 +193,8 @@ def _attention(
     scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:
     implementation = _implementation(backend, q, k, row_counts, spans, gate, block_size)
-    return implementation.forward(q, k, v, row_counts, row_index, spans, gate, block_size, causal, scale)
+    with torch.autocast(q.device.type, enabled=False):  # sums stay in float32
+        return implementation.forward(q, k, v, row_counts, row_index, spans, gate, block_size, causal, scale)
 
 
 @_attention.register_fake
@@ -215,8 +216,9 @@ def _backward(
     lists = (row_counts, row_index, col_counts, col_index)
     if implementation is cpp: lists = lists[2:]
     elif backend != "triton": lists = lists[:2]
-    dq, dk, dv, dgate = implementation.backward(grad, q, k, v, out, lse, *lists, spans, gate, audit_counts,
-                                                audit_index, block_size, causal, scale)
+    with torch.autocast(q.device.type, enabled=False):
+        dq, dk, dv, dgate = implementation.backward(grad, q, k, v, out, lse, *lists, spans, gate, audit_counts,
+                                                    audit_index, block_size, causal, scale)
     return dq, dk, dv, q.new_empty(0) if dgate is None else dgate
 
 

@@ -53,6 +53,18 @@ def test_cpp_is_exact(gated):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("cpp", marks=needs_compiler)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(backend, dtype):
+    q, k, v, mask = problem(block=16, dtype=dtype)
+    lists, gate, weight = BlockLists.from_mask(mask, 37, 16), torch.rand(mask.shape), torch.ones_like(q)
+    call = lambda: results(lambda q, k, v, gate: block_sparse_attention(
+        q, k, v, lists, lengths=torch.tensor([37, 20]), gate=gate, backend=backend), (q, k, v, gate), weight)
+    expected = call()
+    with torch.autocast("cpu", torch.bfloat16): found = call()
+    for a, b in zip(found, expected): assert torch.equal(a, b)
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [16, 33, 64, 70])
