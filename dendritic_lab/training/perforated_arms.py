@@ -8,8 +8,12 @@ __all__ = ['UNTAUGHT', 'ARMS', 'with_stochastic_depth', 'Arm', 'Ablation']
 # %% ../../nbs/training/19_perforated_arms.ipynb #ed113e3c
 from ..data.batches import mlm_batches
 from ..data.text_tasks import TextTask
+from ..evaluate.perforation import measure_sparsity
+from ..evaluate.predictions import predict
 from ..models.perforated_bert import PerforatedBertForMaskedLM, PerforatedBertForSequenceClassification
 from ..models.perforated_rivals import fix_thresholds, replace_selectors, without_controller
+from .frontier import train_folds
+from .jobs import fingerprint, kept, share_jobs
 from .loop import fit
 from .patterns import anneal_patterns, give_patterns
 from .phases import train_phases
@@ -18,10 +22,12 @@ from .phases import train_phases
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from timm.layers import DropPath
-from torch import nn
+from torch import Tensor, nn
 
 # %% ../../nbs/training/19_perforated_arms.ipynb #40f28f53
 def with_stochastic_depth(
@@ -61,56 +67,91 @@ ARMS = {
 class Ablation:
     "What all arms of a comparison share."
     checkpoint: str  # of the BERT family
-    documents: TextTask
+    documents: TextTask  # fine-tuning has all of its training documents
+    rows: int  # the first of them, from which arms learn
     words: Sequence[str]  # texts whose words are guessed; they need no labels
     config: Mapping  # of the models, where it differs from the checkpoint's
-    phases: Mapping  # of `train_phases`, for all arms: lr, scorer_lr, sparsity, sparse_epochs
-    warm_epochs: int = 1  # of fine-tuning, before an arm begins
-    word_epochs: int = 1  # of guessing words before that
+    phases: Mapping  # of `train_phases`, for all arms: scorer_lr, sparsity, precision
+    lr: float = 1e-4  # of fine-tuning, and of guessing words before it
     search: tuple[int, int] = (3, 100)  # starts and steps of annealing
+    searched: int = 200  # validation documents whose loss it lowers, at most
 
-    def fine_tuned(self, seed: int, words: str = "") -> PerforatedBertForSequenceClassification:
-        "A model that classifies, nothing left out. `words` as in `Arm`."
+    @cached_property
+    def template(self) -> PerforatedBertForSequenceClassification:
+        config = {"num_labels": self.documents.classes, "attention_probs_dropout_prob": 0.0, **self.config}
+        torch.manual_seed(0)
+        return PerforatedBertForSequenceClassification.from_pretrained(self.checkpoint, **config)
+
+    def model(self, arm: Arm, weights: Mapping[str, Tensor], learned: bool = True
+              ) -> PerforatedBertForSequenceClassification:
+        "An arm's model with its weights, or (`learned=False`) with those of the model that it starts from."
+        model = copy.deepcopy(self.template)
+        if not learned: model.load_state_dict({name: weights[name] for name in model.state_dict()})
+        model = arm.prepare(model)
+        if arm.pattern: give_patterns(model, self.documents.max_length)
+        if learned: model.load_state_dict({name: weights[name] for name in model.state_dict()})
+        return model.set_knobs(None if learned else 0.0, 1.0)
+
+    @property
+    def half(self) -> dict: return {"precision": self.phases.get("precision", "no")}
+
+    def fine_tuned(self, words: str, seed: int, folder: Path | None) -> dict[str, Tensor]:
+        "Weights of a model that classifies, nothing left out, and its answers. `words` as in `Arm`."
         torch.manual_seed(seed)
-        task, config = self.documents, {"attention_probs_dropout_prob": 0.0, **self.config}
-        model = PerforatedBertForSequenceClassification.from_pretrained(
-            self.checkpoint, num_labels=task.classes, **config)
+        model = copy.deepcopy(self.template)
+        model.classifier.reset_parameters()
         if words: model.bert.load_state_dict(self.reader(seed, words).bert.state_dict(), strict=False)  # but the pooler
-        fit(model, task.train_set(), epochs=self.warm_epochs, lr=self.phases["lr"], seed=seed,
-            description=f"dense, seed {seed}")
-        return model
+        fit(model, self.documents.train_set(), epochs=1, lr=self.lr, seed=seed, checkpoint=folder,
+            description=f"dense, seed {seed}", **self.half)
+        return model.state_dict() | self.answers(model)
 
     def reader(self, seed: int, words: str) -> PerforatedBertForMaskedLM:
         "A model that has guessed masked words, and with `during` was perforated meanwhile."
         config = {"attention_probs_dropout_prob": 0.0, **self.config}
         model = PerforatedBertForMaskedLM.from_pretrained(self.checkpoint, **config)
         batches = mlm_batches(self.documents.tokenizer, self.words, 16, self.documents.max_length)
-        fit(model, batches, epochs=self.word_epochs, lr=self.phases["lr"], seed=seed,
-            description=f"masked words, seed {seed}")
-        if words == "during": train_phases(model, batches, seed=seed, keep_ratio=1.0, warm_epochs=0, **self.phases)
+        fit(model, batches, epochs=1, lr=self.lr, seed=seed, description=f"masked words, seed {seed}", **self.half)
+        if words == "during":
+            train_phases(model, batches, seed=seed, keep_ratio=1.0, warm_epochs=0, lr=self.lr, **self.phases)
         return model.set_knobs(0.0, 1.0)
 
-    def perforated(self, arm: Arm, start: PerforatedBertForSequenceClassification, seed: int
-                   ) -> PerforatedBertForSequenceClassification:
-        "A copy of a fine-tuned model, perforated as the arm says."
+    def perforated(self, name: str, start: Mapping[str, Tensor], lr: float, seed: int, folder: Path | None
+                   ) -> dict[str, Tensor]:
+        "What an arm answers, and for the full method also its weights."
         torch.manual_seed(seed)
-        model, task = arm.prepare(copy.deepcopy(start)), self.documents
-        if arm.pattern: give_patterns(model, task.max_length)
+        arm, documents = ARMS[name], self.documents.first(self.rows, ["train"])
+        model = self.model(arm, start, learned=False)
         if arm.pattern == "annealed":
-            starts, steps = self.search
-            anneal_patterns(model, list(task.batches("validation")), self.phases["sparsity"], starts, steps)
-        train_phases(model, task.train_set(), seed=seed, keep_ratio=1.0, warm_epochs=0, **self.phases | arm.settings)
-        return model
+            some = documents.first(self.searched, ["validation"]).batches("validation")
+            anneal_patterns(model, list(some), self.phases["sparsity"], *self.search)
+        train_phases(model, documents.train_set(), seed=seed, keep_ratio=1.0, warm_epochs=0, lr=lr, checkpoint=folder,
+                     **self.phases | arm.settings)
+        return self.answers(model) | (model.state_dict() if name == "full" else {})
+
+    def answers(self, model: PerforatedBertForSequenceClassification) -> dict[str, Tensor]:
+        "Logits of validation and test documents, and `measure_sparsity` of the latter, (2, layers)."
+        torch.manual_seed(0)
+        said = {split: predict(model, self.documents.batches(split)) for split in ("validation", "test")}
+        return said | {"decisions": torch.tensor(measure_sparsity(model, self.documents.batches("test")))}
 
     def train(self,
         arms: Sequence[str],  # of `ARMS`
+        rates: Sequence[float],  # of weights, that each arm chooses from
         seeds: int,
-    ) -> tuple[list, dict[str, list]]:  # the fine-tuned models, and those of each arm: one a seed
-        "Every arm from every seed. Raises `ValueError` for an unknown arm."
+        folder: Path | None = None,  # of checkpoints, to resume and to share
+    ) -> tuple[list, dict[str, list], dict[str, dict[float, float]]]:
+        """Every arm from every seed. Gives the tensors of the fine-tuned models and of each arm, one a seed, and the
+        validation losses by rate. Raises `ValueError` for an unknown arm."""
         if unknown := set(arms) - set(ARMS): raise ValueError(f"no arm is called {', '.join(sorted(unknown))}")
-        dense, models = [], {name: [] for name in arms}
-        for seed in range(seeds):
-            starts = {words: self.fine_tuned(seed, words) for words in {ARMS[name].words for name in arms} | {""}}
-            dense.append(starts[""])
-            for name, of in models.items(): of.append(self.perforated(ARMS[name], starts[ARMS[name].words], seed))
-        return dense, models
+        settings = self.config, self.phases, self.lr, self.search, self.searched, self.rows, self.words
+        about = map(str, (*settings, self.documents.splits, self.documents.max_length, self.documents.batch_size))
+        folder = folder and folder / fingerprint([self.template], about)
+        named = lambda words, seed: f"start-{words or 'plain'}-{seed}"
+        kinds = sorted({ARMS[name].words for name in arms} | {""})
+        starts = share_jobs({named(words, seed): kept(partial(self.fine_tuned, words, seed), resumes=True)
+                             for seed in range(seeds) for words in kinds}, folder)
+        job = lambda name: lambda lr, seed, place: self.perforated(
+            name, starts[named(ARMS[name].words, seed)], lr, seed, place)
+        labels = self.documents.labels("validation")
+        found, losses = train_folds({name: job(name) for name in arms}, rates, seeds, labels, folder)
+        return [starts[named("", seed)] for seed in range(seeds)], found, losses

@@ -6,7 +6,7 @@
 __all__ = ['is_scorer', 'learning_rates', 'training_only', 'layer_inputs', 'scorer_loss', 'distil_scorers', 'what_is_kept']
 
 # %% ../../nbs/training/08_scorers.ipynb #0bbc55e0
-from ..layers.blocks import keep_blocks, sparse_attention
+from ..layers.blocks import block_sparsity, keep_blocks, sparse_attention, visible_blocks
 from ..layers.selectors import attention_mass, gate_loss
 from ..models.perforated_bert import PerforatedBertPreTrainedModel
 from .loop import Fit, fit
@@ -94,14 +94,15 @@ def what_is_kept(
     model: PerforatedBertPreTrainedModel,
     batch: dict[str, Tensor],  # labels are not used
     sparsity: float,  # share of blocks to drop
-) -> tuple[float, float]:
-    "Share of the attention, and relative error of attention's output (Frobenius norms), means over layers."
-    shares, errors = [], []
+) -> tuple[float, float, float]:
+    """Share of the attention, relative error of attention's output (Frobenius norms), and share of the blocks that are
+    really dropped, means over layers."""
+    found = []
     for layer, (hidden, mask) in zip(model.base_model.encoder.layer, layer_inputs(model, batch)):
         (q, k, v), layout, scale = layer.project(hidden), layer.layout(mask), layer.attention.self.scaling
         mass = attention_mass(q, k, layout, scale)
         kept = keep_blocks(layer.selector(q, k, layout, scale), layout, sparsity)
-        shares.append((mass * kept).sum() / mass.sum())
         dense, sparse = (sparse_attention(q, k, v, these, layout, scale) for these in (torch.ones_like(kept), kept))
-        errors.append((sparse - dense).norm() / dense.norm())
-    return torch.stack(shares).mean().item(), torch.stack(errors).mean().item()
+        dropped = block_sparsity(kept, visible_blocks(layout, q.device)[0])
+        found.append(((mass * kept).sum() / mass.sum(), (sparse - dense).norm() / dense.norm(), dropped))
+    return tuple(torch.stack(of).mean().item() for of in zip(*found))
