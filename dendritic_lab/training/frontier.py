@@ -20,19 +20,19 @@ from ..data.text_tasks import TextTask
 from ..evaluate.predictions import predict
 from ..models.perforated_bert import PerforatedBertForSequenceClassification
 from ..models.smaller import int8
-from .jobs import fingerprint, kept, share_jobs
+from .jobs import Tensors, fingerprint, kept, share_jobs
 from .loop import fit
 from .scorers import distil_scorers
 from .variants import Variant, learn_from
 
 # %% ../../nbs/training/17_frontier.ipynb #1c98ec4d
 def train_folds(
-    arms: Mapping[str, Callable[[float, int, Path | None], dict[str, Tensor]]],  # (rate, fold, folder) -> tensors
+    arms: Mapping[str, Callable[[float, int, Path | None], Tensors]],  # (rate, fold, folder) -> tensors
     rates: Sequence[float],
     folds: int,
     labels: Tensor,  # of the first fold's validation texts, of which the tensors have `validation`, the logits
     folder: Path | None = None,  # of all trainings
-) -> tuple[dict[str, list[dict[str, Tensor]]], dict[str, dict[float, float]]]:
+) -> tuple[dict[str, list[Tensors]], dict[str, dict[float, float]]]:
     "Train every arm in every fold. Gives each arm's tensors, one a fold, and its losses by rate (squared for numbers)."
     def done(wanted):
         return share_jobs({f"{arm}-{lr:g}-{fold}": kept(partial(arms[arm], lr, fold), resumes=True)
@@ -73,7 +73,7 @@ class Trials:
         if length > model.config.max_position_embeddings: model.extend_positions(length, interpolate=True)
         return model
 
-    def teach(self, lr: float, fold: int, folder: Path | None) -> dict[str, Tensor]:
+    def teach(self, lr: float, fold: int, folder: Path | None) -> Tensors:
         "Weights of a teacher, and what it says about training and validation texts."
         model, task = self.untrained(fold), self.tasks[fold]
         train, about = task.train_set(), f"rate {lr:g}, fold {fold}"
@@ -81,27 +81,28 @@ class Trials:
             checkpoint=folder and folder / "weights", description=f"teacher, {about}")
         distil_scorers(model, train, epochs=1, lr=self.gate_rate, seed=fold,
                        checkpoint=folder and folder / "gates", description=f"gates, {about}")
-        return model.state_dict() | {split: predict(model, task.batches(split)) for split in ("train", "validation")}
+        said = {split: predict(model, task.batches(split)) for split in ("train", "validation")}
+        return said | {"weights": model.state_dict()}
 
-    def weighted(self, variant: Variant, tensors: Mapping[str, Tensor]) -> PerforatedBertForSequenceClassification:
-        "A variant with these weights, in evaluation mode."
+    def weighted(self, variant: Variant, tensors: Tensors) -> PerforatedBertForSequenceClassification:
+        "A variant with the weights among these, in evaluation mode."
         model = variant.model(self.template)
-        model.load_state_dict({name: tensors[name] for name in model.state_dict()})
+        model.load_state_dict(tensors["weights"])
         return model.eval()
 
     def learn(self,
         name: str, variant: Variant,
-        teacher: Mapping[str, Tensor],  # from `teach`
+        teacher: Tensors,  # from `teach`
         lr: float, fold: int, folder: Path | None,
-    ) -> dict[str, Tensor]:
-        "What a variant says about validation and test texts, also with 8 bits; in the first fold also its weights."
+    ) -> Tensors:
+        "Weights of a variant, and what it says about validation and test texts, also with 8 bits."
         task, model = variant.texts(self.tasks[fold]), variant.model(self.weighted(Variant(), teacher))
         learn_from(teacher["train"], model, task, epochs=self.passes - (variant.sparsity > 0), lr=lr, seed=fold,
                    precision=self.precision, checkpoint=folder, description=f"{name}, rate {lr:g}, fold {fold}")
         models = dict(zip(BITS, (model.eval(), int8(model))))
         said = {split + bits: predict(models[bits], task.batches(split))
                 for bits in BITS for split in ("validation", "test")}
-        return said | (model.state_dict() if fold == 0 else {})
+        return said | {"weights": model.state_dict()}
 
     def train(self,
         variants: Mapping[str, Variant],
@@ -127,7 +128,7 @@ class Frontier:
     "Variants that were trained, what they say, and how they were chosen."
     trials: Trials
     variants: Mapping[str, Variant]
-    found: Mapping[str, Sequence[dict[str, Tensor]]]  # of each variant, one a fold
+    found: Mapping[str, Sequence[Tensors]]  # of each variant, one a fold
     losses: Mapping[str, Mapping[float, float]]  # validation loss by rate, in the first fold
     names: list[str] = field(init=False)  # of all variants, with both kinds of weights
 

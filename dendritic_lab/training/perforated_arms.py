@@ -13,7 +13,7 @@ from ..evaluate.predictions import predict
 from ..models.perforated_bert import PerforatedBertForMaskedLM, PerforatedBertForSequenceClassification
 from ..models.perforated_rivals import fix_thresholds, replace_selectors, without_controller
 from .frontier import train_folds
-from .jobs import fingerprint, kept, share_jobs
+from .jobs import Tensors, fingerprint, kept, share_jobs
 from .loop import fit
 from .patterns import anneal_patterns, give_patterns
 from .phases import train_phases
@@ -82,28 +82,27 @@ class Ablation:
         torch.manual_seed(0)
         return PerforatedBertForSequenceClassification.from_pretrained(self.checkpoint, **config)
 
-    def model(self, arm: Arm, weights: Mapping[str, Tensor], learned: bool = True
-              ) -> PerforatedBertForSequenceClassification:
-        "An arm's model with its weights, or (`learned=False`) with those of the model that it starts from."
+    def model(self, arm: Arm, tensors: Tensors, learned: bool = True) -> PerforatedBertForSequenceClassification:
+        "An arm's model with the weights among these, or (`learned=False`) with those of the model that it starts from."
         model = copy.deepcopy(self.template)
-        if not learned: model.load_state_dict({name: weights[name] for name in model.state_dict()})
+        if not learned: model.load_state_dict(tensors["weights"])
         model = arm.prepare(model)
         if arm.pattern: give_patterns(model, self.documents.max_length)
-        if learned: model.load_state_dict({name: weights[name] for name in model.state_dict()})
+        if learned: model.load_state_dict(tensors["weights"])
         return model.set_knobs(None if learned else 0.0, 1.0)
 
     @property
     def half(self) -> dict: return {"precision": self.phases.get("precision", "no")}
 
-    def fine_tuned(self, words: str, seed: int, folder: Path | None) -> dict[str, Tensor]:
-        "Weights of a model that classifies, nothing left out, and its answers. `words` as in `Arm`."
+    def fine_tuned(self, words: str, seed: int, folder: Path | None) -> Tensors:
+        "Answers and weights of a model that classifies, nothing left out. `words` as in `Arm`."
         torch.manual_seed(seed)
         model = copy.deepcopy(self.template)
         model.classifier.reset_parameters()
         if words: model.bert.load_state_dict(self.reader(seed, words).bert.state_dict(), strict=False)  # but the pooler
         fit(model, self.documents.train_set(), epochs=1, lr=self.lr, seed=seed, checkpoint=folder,
             description=f"dense, seed {seed}", **self.half)
-        return model.state_dict() | self.answers(model)
+        return self.answers(model)
 
     def reader(self, seed: int, words: str) -> PerforatedBertForMaskedLM:
         "A model that has guessed masked words, and with `during` was perforated meanwhile."
@@ -115,9 +114,8 @@ class Ablation:
             train_phases(model, batches, seed=seed, keep_ratio=1.0, warm_epochs=0, lr=self.lr, **self.phases)
         return model.set_knobs(0.0, 1.0)
 
-    def perforated(self, name: str, start: Mapping[str, Tensor], lr: float, seed: int, folder: Path | None
-                   ) -> dict[str, Tensor]:
-        "What an arm answers, and for the full method also its weights."
+    def perforated(self, name: str, start: Tensors, lr: float, seed: int, folder: Path | None) -> Tensors:
+        "Answers and weights of an arm."
         torch.manual_seed(seed)
         arm, documents = ARMS[name], self.documents.first(self.rows, ["train"])
         model = self.model(arm, start, learned=False)
@@ -126,13 +124,14 @@ class Ablation:
             anneal_patterns(model, list(some), self.phases["sparsity"], *self.search)
         train_phases(model, documents.train_set(), seed=seed, keep_ratio=1.0, warm_epochs=0, lr=lr, checkpoint=folder,
                      **self.phases | arm.settings)
-        return self.answers(model) | (model.state_dict() if name == "full" else {})
+        return self.answers(model)
 
-    def answers(self, model: PerforatedBertForSequenceClassification) -> dict[str, Tensor]:
-        "Logits of validation and test documents, and `measure_sparsity` of the latter, (2, layers)."
+    def answers(self, model: PerforatedBertForSequenceClassification) -> Tensors:
+        "Logits of validation and test documents, `measure_sparsity` of the latter, (2, layers), and weights."
         torch.manual_seed(0)
         said = {split: predict(model, self.documents.batches(split)) for split in ("validation", "test")}
-        return said | {"decisions": torch.tensor(measure_sparsity(model, self.documents.batches("test")))}
+        decisions = torch.tensor(measure_sparsity(model, self.documents.batches("test")))
+        return said | {"decisions": decisions, "weights": model.state_dict()}
 
     def train(self,
         arms: Sequence[str],  # of `ARMS`

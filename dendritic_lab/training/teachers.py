@@ -8,7 +8,7 @@ __all__ = ['teacher_logits', 'Taught', 'ask_all']
 # %% ../../nbs/training/20_teachers.ipynb #84627ac5
 from ..models.dsn_arms import MeanPooledEncoder
 from ..models.dsn_lexicon import Lexicon, ask_teachers
-from .jobs import fingerprint, kept_tensors, share_jobs
+from .jobs import fingerprint, kept, share_jobs
 from .texts import fit_texts, predict_texts
 
 import math
@@ -37,8 +37,8 @@ def teacher_logits(
             said = predict_texts(teacher, [texts[i] for i in order.tolist()])
         return {"logits": torch.zeros_like(said).index_copy(0, order, said)}
 
-    name = f"logits-{fingerprint([teacher], [precision, *texts])}.safetensors"
-    return kept_tensors(folder and folder / name, ask)["logits"]
+    name = f"logits-{fingerprint([teacher], [precision, *texts])}"
+    return kept(ask)(folder and folder / name)["logits"]
 
 # %% ../../nbs/training/20_teachers.ipynb #700e1815
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def ask_all(
     def label(place, teacher): return teacher_logits(teacher, texts, place and place.parent, precision)
 
     def describe(place, *teachers):
-        file = place and place.with_name(f"lexicon-{fingerprint(teachers, [str(candidates), *train[0]])}.safetensors")
-        said = kept_tensors(file, lambda: ask_teachers(teachers, train[0], candidates).tensors)
+        file = place and place.with_name(f"lexicon-{fingerprint(teachers, [str(candidates), *train[0]])}")
+        said = kept(lambda: ask_teachers(teachers, train[0], candidates).tensors)(file)
         return Lexicon(teachers[0].tokenizer, train[0], **said)
 
     trials = {f"try-teacher-{lr:g}": partial(trial, lr=lr) for lr in rates if len(rates) > 1}
