@@ -7,16 +7,19 @@ __all__ = ['shared', 'RECIPES', 'Split', 'Arm', 'Recipe', 'train_batches', 'Trai
 
 # %% ../../nbs/training/13_liquid_arms.ipynb #d7053abe
 from ..data.images import image_batches, rand_augment, shift_and_flip
+from ..evaluate.predictions import correct, predict
 from ..models.liquid_vit import LiquidViT, LiquidViTConfig
-from .jobs import share_jobs
+from .jobs import Tensors, fingerprint, kept, share_jobs
 from .liquid import ARMS, build_arm, scorer, train_liquid
 
 # %% ../../nbs/training/13_liquid_arms.ipynb #982be7a1
-import hashlib
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from timm.data import Mixup
 from torch import Tensor
@@ -84,23 +87,44 @@ Arm = tuple[str, float]  # one of `ARMS`, and the full model's keep ratio
 
 @dataclass(frozen=True)
 class Trained:
-    "A model, a row for each epoch, and its rate."
-    model: LiquidViT
-    history: list[dict]
-    lr: float
+    "An arm after its training."
+    untrained: Callable[[], LiquidViT]  # builds it
+    tensors: Tensors  # of `Course.train`
+
+    @cached_property
+    def model(self) -> LiquidViT:
+        model = self.untrained()
+        model.load_state_dict(self.tensors["weights"])
+        return model.eval()
 
     @property
-    def loss(self) -> float:  # in nats, after the last epoch
+    def history(self) -> list[dict]:  # a row for each epoch
+        return json.loads(bytes(self.tensors["history"].tolist()))
+
+    @property
+    def loss(self) -> float:  # of validation images in nats, after the last epoch
         return self.history[-1]["validation_loss"]
+
+    @property
+    def lr(self) -> float: return self.tensors["lr"].item()
+
+    @property
+    def right(self) -> np.ndarray:  # (test images,) bool
+        return self.tensors["right"].numpy()
 
 
 @dataclass(frozen=True)
 class Course:
     "What all trainings of a comparison share."
     full: LiquidViTConfig  # of the full model
-    splits: Mapping[str, Split]  # train and validation are used
+    splits: Mapping[str, Split]  # train and validation, and test, where answers are wanted
     recipe: Recipe
     flip: bool = True  # whether a mirrored image is still of its class
+
+    def untrained(self, arm: Arm) -> LiquidViT:
+        "Raises `ValueError` for an unknown arm."
+        given = dict(drop_path=self.recipe.drop_path, label_smoothing=self.recipe.label_smoothing)
+        return build_arm(arm[0], replace(self.full, keep_ratio=arm[1], **given)).to(self.splits["train"][0].device)
 
     def train(self,
         arm: Arm,
@@ -108,12 +132,11 @@ class Course:
         lr: float,
         checkpoint: Path | None = None,  # folder to resume from
         teacher: LiquidViT | None = None,  # a trained baseline
-    ) -> Trained:
-        "One arm. Raises `ValueError` for an unknown one."
-        (name, keep_ratio), recipe, (pixels, labels) = arm, self.recipe, self.splits["validation"]
-        given = dict(drop_path=recipe.drop_path, label_smoothing=recipe.label_smoothing)
+    ) -> Tensors:
+        "Rate, history (JSON), weights, and which test images one arm is right about."
+        recipe, (pixels, labels) = self.recipe, self.splits["validation"]
         torch.manual_seed(seed)
-        model = build_arm(name, replace(self.full, keep_ratio=keep_ratio, **given)).to(pixels.device)
+        model = self.untrained(arm)
         if teacher is not None: model.load_state_dict(teacher.state_dict(), strict=False)  # the gates stay fresh
         if recipe.compile: model.compile()
         epochs, gates = (recipe.epochs, 1.0) if teacher is None else (recipe.tuning_epochs, recipe.gates)
@@ -121,17 +144,29 @@ class Course:
             model, train_batches(self.splits["train"], recipe, self.flip, self.full.classes), lr=lr, gates=gates,
             teacher=teacher, evaluate=scorer(image_batches(pixels, labels, 256), labels), warmup=recipe.warmup,
             average=recipe.average, precision=recipe.precision, seed=seed, checkpoint=checkpoint,
-            description=checkpoint.name if checkpoint else f"{name}, seed {seed}", **recipe.steps(epochs))
-        return Trained(model, done.history, lr)
+            description=checkpoint.name if checkpoint else f"{arm[0]}, seed {seed}", **recipe.steps(epochs))
+        history = torch.tensor(list(json.dumps(done.history).encode()), dtype=torch.uint8)
+        found = {"lr": torch.tensor(lr, dtype=torch.float64), "history": history, "weights": model.state_dict()}
+        if "test" not in self.splits: return found
+        pixels, labels = self.splits["test"]
+        return found | {"right": correct(predict(model, image_batches(pixels, labels, 256)), labels.cpu())}
+
+    def trained(self, arm: Arm, *about, path: Path | None = None, teacher: Trained | None = None) -> Trained:
+        "`train`, whose tensors are kept beside `path`; `about` are seed and rate."
+        make = lambda place: self.train(arm, *about, place, teacher and teacher.model)
+        return Trained(partial(self.untrained, arm), kept(make, resumes=True)(path))
 
     def trial(self) -> "Course":
         "Of short trainings on some of the images."
         some = tuple(part[:self.recipe.trial_images] for part in self.splits["train"])
-        return replace(self, splits={**self.splits, "train": some}, recipe=self.recipe.trial())
+        splits = {"train": some, "validation": self.splits["validation"]}
+        return replace(self, splits=splits, recipe=self.recipe.trial())
 
     def folder(self, checkpoints: Path) -> Path:
-        "Where trainings on these very images are kept: models of other images are others."
-        return checkpoints / hashlib.sha256(self.splits["train"][0].cpu().numpy().tobytes()).hexdigest()[:12]
+        "Where trainings on these very images are kept: of other images, sizes and recipes they are others."
+        images = torch.nn.ParameterDict({f"{split}{i}": torch.nn.Parameter(part, requires_grad=False)
+                                         for split, of in self.splits.items() for i, part in enumerate(of)})
+        return checkpoints / fingerprint([images], map(str, (self.full, self.recipe, self.flip)))
 
 # %% ../../nbs/training/13_liquid_arms.ipynb #536834e3
 @dataclass(frozen=True)
@@ -161,7 +196,7 @@ def train_arms(
         def job(path, *found):
             dense, short = found[:len(teacher)], found[len(teacher):]
             lr = min(short, key=lambda one: one.loss).lr if short else rates[0]
-            return of.train(arm, seed, lr, path, *(one.model for one in dense))
+            return of.trained(arm, seed, lr, path=path, teacher=dense[0] if dense else None)
         jobs[name], needs[name] = job, [*teacher, *trials]
 
     def add_trials(name: str, rates: Sequence[float], teacher=()) -> list[str]:  # none where nothing is to choose
