@@ -10,7 +10,7 @@ from ..data.images import image_batches, rand_augment, shift_and_flip
 from ..evaluate.predictions import correct, predict
 from ..models.liquid_vit import LiquidViT, LiquidViTConfig
 from .jobs import Tensors, fingerprint, kept, share_jobs
-from .liquid import ARMS, build_arm, scorer, train_liquid
+from .liquid import ARMS, OPEN, build_arm, scorer, train_liquid
 
 # %% ../../nbs/training/13_liquid_arms.ipynb #982be7a1
 import json
@@ -82,7 +82,7 @@ def train_batches(
     return image_batches(*train, recipe.batch_size, shuffle=True, augment=change, mixup=mixup)
 
 # %% ../../nbs/training/13_liquid_arms.ipynb #c9e83aa2
-Arm = tuple[str, float]  # one of `ARMS`, and the full model's keep ratio
+Arm = tuple[str, float]  # one of `ARMS` or `OPEN`, and the full model's keep ratio
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ def train_arms(
     checkpoints: Path | None = None,  # folder that processes share
 ) -> Trainings:
     "Everything, as jobs that processes share. Raises `ValueError` for unknown arms and for more seeds than baselines."
-    if unknown := sorted({*scratch, *(name for name, _ in tuned)} - set(ARMS)):
-        raise ValueError(f"arms must be of {', '.join(ARMS)}, got {', '.join(unknown)}")
+    if unknown := sorted({*scratch, *(name for name, _ in tuned)} - {*ARMS, *OPEN}):
+        raise ValueError(f"arms must be of {', '.join((*ARMS, *OPEN))}, got {', '.join(unknown)}")
     if max(tuned.values(), default=0) > seeds: raise ValueError(f"there are {seeds} baselines to start from, not more")
     jobs, needs, recipe, ratio = {}, {}, course.recipe, course.full.keep_ratio
     tuned_names = {arm: [f"tuned-{arm[0]}-{arm[1]:g}-{seed}" for seed in range(of)] for arm, of in tuned.items()}

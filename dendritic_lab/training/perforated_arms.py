@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 from timm.layers import DropPath
-from torch import Tensor, nn
+from torch import nn
 
 # %% ../../nbs/training/19_perforated_arms.ipynb #40f28f53
 def with_stochastic_depth(
