@@ -28,7 +28,7 @@ def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dic
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     "AdamW over the weights that learn, with a rate that leaves them nearly as they are."
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-6)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-6, fused=True)
 
 # %% ../../nbs/growth/09_cost.ipynb #8a6625a5
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from .loop import fit
 from .state import Fit
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # %% ../../nbs/training/14_texts.ipynb #95218616
 def predict_texts(
@@ -58,4 +60,7 @@ def fit_texts(
         soft = batch.pop("soft")
         return distillation_loss(model(**batch).logits, soft, temperature=temperature)
 
-    return fit(model, train, evaluate=score, loss=distil if "soft" in column else None, **settings)
+    # on a CPU, gradients of fused attention in bfloat16 take several times as long for short texts
+    slow = settings.get("precision") == "bf16" and not torch.cuda.is_available()
+    with sdpa_kernel(SDPBackend.MATH) if slow else nullcontext():
+        return fit(model, train, evaluate=score, loss=distil if "soft" in column else None, **settings)
