@@ -8,6 +8,7 @@ __all__ = ['LiquidGate']
 # %% ../../nbs/layers/13_liquid_gate.ipynb #127cade2
 from .cfc import CfCGate, time_span
 from .gating import DendriticGating, diversity_loss
+from .token_reduction import cls_attention
 from .token_selection import (
     keep_ratio_loss, rank_by_mask, rank_tokens, threshold_mask, top_k_mask)
 from .tokens import Gate, Tokens, gather_tokens, mask_tokens
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 class LiquidGate(Gate):
     """Weighs tokens, drops some, moves the states of the others. `temperature` and `soft` say how choices are learned.
 
-    Raises `ValueError` for an unknown selection and where all three parts are off.
+    Raises `ValueError` for an unknown selection, for attention without branches and where all three parts are off.
     """
 
     def __init__(self,
@@ -38,18 +39,22 @@ class LiquidGate(Gate):
         selection: str = "topk",  # or "threshold": as many as pass it
         diversity_weight: float = 0.01,  # of the branches' diversity loss
         keep_weight: float = 2.0,  # of the keep-ratio loss, where the count is not fixed
+        attention: bool = False,  # add the attention of CLS to what branches say
     ):
         super().__init__(keep_ratio)
         if selection not in ("topk", "threshold"):
             raise ValueError(f"selection must be one of topk, threshold, got {selection!r}")
         if not (gating or cfc or keep_ratio): raise ValueError("a gate needs one of gating, cfc and a keep ratio")
         self.span, self.diversity_weight, self.keep_weight = span, diversity_weight, keep_weight
-        drops = keep_ratio is not None
+        if attention and not gating: raise ValueError("attention is added to what branches say, so it needs gating")
+        drops, self.reads_attention = keep_ratio is not None, attention
         self.gating = DendriticGating(width, num_branches, gate_dim) if gating else None
         self.scorer = nn.Linear(width, 1) if drops and not gating else None
         self.cfc = CfCGate(width, state_dim, state_dim) if cfc else None
         by_threshold = drops and selection == "threshold"
         self.threshold = nn.Parameter(torch.tensor(2.0 if gating else 0.0)) if by_threshold else None
+        self.slope = nn.Parameter(torch.tensor(1.0)) if attention else None  # of the attention's logarithm
+        if attention: nn.init.zeros_(self.gating.weight)
         self.register_buffer("temperature", torch.tensor(1.0))
         self.soft = False
         if self.scorer is not None: nn.init.xavier_uniform_(self.scorer.weight); nn.init.zeros_(self.scorer.bias)
@@ -58,7 +63,14 @@ class LiquidGate(Gate):
         "What each branch says of each token, or the scorer."
         if self.gating is None and self.scorer is None: return None
         normed = F.layer_norm(tokens.hidden, tokens.hidden.shape[-1:])
-        return self.scorer(normed) if self.gating is None else self.gating.branch_logits(normed)
+        branches = self.scorer(normed) if self.gating is None else self.gating.branch_logits(normed)
+        return branches if self.slope is None else branches + self.slope * self.received(tokens)[..., None]
+
+    def received(self, tokens: Tokens) -> Tensor:  # (batch, tokens)
+        "Logarithm of the attention that CLS gave to each token, over an equal share."
+        weight = None if tokens.weight is None else tokens.weight.clamp(min=1e-30)  # the logarithm of 0 has no gradient
+        share = cls_attention(tokens.query, tokens.key, weight) * (1 + tokens.candidates)
+        return share.clamp(min=1e-6).log()
 
     def scores(self, tokens: Tokens) -> Tensor | None:
         logits = self.logits(tokens)
@@ -106,7 +118,8 @@ class LiquidGate(Gate):
         parts = dict.fromkeys(("gating", "reduction", "cfc", "norm"), 0)
         if self.gating is not None:
             parts["gating"] = before * (width + 1) * self.gating.num_branches * self.gating.hidden_dim
-        if self.scorer is not None: parts["reduction"] = before * width
+        if self.slope is not None: parts["reduction"] += before * width
+        if self.scorer is not None: parts["reduction"] += before * width
         if self.gating is not None or self.scorer is not None: parts["norm"] = 5 * before * width
         if after < before:  # fusing, also of importance
             parts["reduction"] += (before - after + 1) * (width + state_dim + (self.gating is not None))

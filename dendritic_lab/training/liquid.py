@@ -44,7 +44,8 @@ def match_operations(
 
 # %% ../../nbs/training/12_liquid.ipynb #5660e93e
 PARTS = {"full": {}, "gating": dict(cfc=False, sparse=False), "cfc": dict(gating=False, sparse=False),
-         "sparse": dict(gating=False, cfc=False), "sparse_gating": dict(cfc=False)}  # what is off
+         "sparse": dict(gating=False, cfc=False), "sparse_gating": dict(cfc=False),
+         "attentive": dict(cfc=False, attention=True)}  # settings that differ from the full model's
 RIVALS = {"random": RandomGate, "evit": EViTGate, "tome": ToMeGate, "dynamicvit": DynamicViTGate}
 ARMS = ("baseline", *PARTS, *RIVALS)
 OPEN = {"threshold": dict(selection="threshold")}  # an image decides how many tokens, so operations cannot be matched
@@ -63,7 +64,7 @@ def build_arm(
         count = len(full.gate_layers)
         learned = (full.width, 1.0, full.keep_weight / count)  # DynamicViT's gate is made for a width
         model = LiquidViT(plain, [RIVALS[name](*learned if name == "dynamicvit" else (1.0,)) for _ in range(count)])
-    if name in (*RIVALS, "sparse", "sparse_gating") and full.selection == "topk":
+    if name in (*RIVALS, "sparse", "sparse_gating", "attentive") and full.selection == "topk":
         match_operations(model, sum(operations(LiquidViT(full)).values()))
     return model
 

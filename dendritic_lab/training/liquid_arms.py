@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from timm.data import Mixup
 from torch import Tensor
@@ -109,8 +108,8 @@ class Trained:
     def lr(self) -> float: return self.tensors["lr"].item()
 
     @property
-    def right(self) -> np.ndarray:  # (test images,) bool
-        return self.tensors["right"].numpy()
+    def right(self) -> Tensor:  # (test images,) bool
+        return self.tensors["right"]
 
 
 @dataclass(frozen=True)
