@@ -63,18 +63,19 @@ class LiquidGate(Gate):
         "What each branch says of each token, or the scorer."
         if self.gating is None and self.scorer is None: return None
         normed = F.layer_norm(tokens.hidden, tokens.hidden.shape[-1:])
-        branches = self.scorer(normed) if self.gating is None else self.gating.branch_logits(normed)
-        return branches if self.slope is None else branches + self.slope * self.received(tokens)[..., None]
+        return self.scorer(normed) if self.gating is None else self.gating.branch_logits(normed)
 
-    def received(self, tokens: Tokens) -> Tensor:  # (batch, tokens)
-        "Logarithm of the attention that CLS gave to each token, over an equal share."
+    def received(self, tokens: Tokens) -> Tensor | float:  # (batch, tokens); 0: attention is not asked
+        "Logarithm of the attention that CLS gave to each token, over an equal share, times the slope."
+        if self.slope is None: return 0.0
         weight = None if tokens.weight is None else tokens.weight.clamp(min=1e-30)  # the logarithm of 0 has no gradient
         share = cls_attention(tokens.query, tokens.key, weight) * (1 + tokens.candidates)
-        return share.clamp(min=1e-6).log()
+        return self.slope * share.clamp(min=1e-6).log()
 
     def scores(self, tokens: Tokens) -> Tensor | None:
         logits = self.logits(tokens)
-        return None if logits is None else logits.sigmoid()
+        if logits is None: return None
+        return (logits if self.slope is None else logits + self.received(tokens)[..., None]).sigmoid()
 
     def remaining(self, candidates: int) -> int:
         if self.threshold is None: return super().remaining(candidates)
@@ -83,10 +84,11 @@ class LiquidGate(Gate):
     def forward(self, tokens: Tokens, masked: bool) -> Tokens:
         branches = self.logits(tokens)
         if branches is not None:
-            logits = branches.amax(-1) if branches.shape[-1] > 1 else branches.squeeze(-1)
+            own = branches.amax(-1) if branches.shape[-1] > 1 else branches.squeeze(-1)
+            logits = own + self.received(tokens)
             importance = logits.sigmoid()
         if self.gating is not None:
-            tokens = replace(tokens, importance=importance)
+            tokens = replace(tokens, importance=importance if self.slope is None else own.sigmoid())
             if self.training: tokens.penalties.append(self.diversity_weight * diversity_loss(branches))
         if self.threshold is not None: tokens = self.drop_by_threshold(tokens, logits, importance, masked)
         elif self.keep_ratio is not None: tokens = self.drop_by_rank(tokens, logits, importance, masked)

@@ -89,8 +89,8 @@ def compare_latencies(
         torch.set_num_threads(threads)
         repeats = [max(1, round(min_seconds / max(min(clock.repeat(3, 1)), 1e-7))) for clock in clocks]
         for i in range(rounds):
-            order = range(len(clocks)) if i % 2 else reversed(range(len(clocks)))  # none always comes first
-            times = {side: clocks[side].timeit(repeats[side]) / repeats[side] for side in order}
+            order = [(i // 2 + step) % len(clocks) for step in range(len(clocks))]  # each comes first as often
+            times = {side: clocks[side].timeit(repeats[side]) / repeats[side] for side in order[::1 - 2 * (i % 2)]}
             turns.append([times[side] for side in range(len(clocks))])
     finally: torch.set_num_threads(before)
     first, *others = zip(*turns)

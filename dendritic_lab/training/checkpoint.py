@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['split_tensors', 'join_tensors', 'run_name', 'code_commit', 'CheckpointError', 'save_checkpoint', 'load_checkpoint',
-           'note_use']
+           'note_file', 'note_use']
 
 # %% ../../nbs/training/01_checkpoint.ipynb #0918b1da
 import json
@@ -106,10 +106,19 @@ def load_checkpoint(
     return state, best
 
 # %% ../../nbs/training/01_checkpoint.ipynb #41184086
+def note_file(
+    file: Path,  # that was taken over
+    name: str,  # under which to note it
+    origin: dict | None,  # run and commit that wrote it; None: not known
+    **rest,  # what else to note
+) -> None:
+    "Record in the run's folder, where one is named, which file was taken over, and who wrote it."
+    if not (run := os.environ.get("DENDRITIC_LAB_RUN")): return
+    line = {"path": name, "sha256": sha256(file), **(origin or {"run": None, "commit": None}), **rest}
+    with open(Path(run, "checkpoints.jsonl"), "a", encoding="utf-8") as lines: lines.write(json.dumps(line) + "\n")
+
+
 def note_use(folder: Path, state: dict) -> None:  # as `load_checkpoint` gave it, with the number of steps as `step`
-    "Record in the run's folder, where one is named, which weights were taken over, and who wrote them."
-    run, weights = os.environ.get("DENDRITIC_LAB_RUN"), folder / "model.safetensors"
-    if not run: return
-    origin = state.get("origin") or {"run": None, "commit": None}  # checkpoints of earlier versions do not say it
-    line = {"path": str(weights.relative_to(folder.parent)), "sha256": sha256(weights), **origin, "step": state["step"]}
-    with open(Path(run, "checkpoints.jsonl"), "a", encoding="utf-8") as file: file.write(json.dumps(line) + "\n")
+    "`note_file` for the weights of a checkpoint."
+    weights = folder / "model.safetensors"
+    note_file(weights, str(weights.relative_to(folder.parent)), state.get("origin"), step=state["step"])

@@ -96,8 +96,8 @@ class Trials:
         teacher: Tensors,  # from `teach`
         lr: float, fold: int, folder: Path | None,
     ) -> Tensors:
-        """Weights of a variant, and what it says about validation and test texts, also with 8 bits; where it leaves out
-        blocks, the share that each layer really drops in a few test texts."""
+        """What a variant says about validation and test texts, also with 8 bits; where it leaves out blocks, the share
+        that each layer really drops in test texts; in the first fold also its weights."""
         task, model = variant.texts(self.tasks[fold]), variant.model(self.weighted(Variant(), teacher))
         learn_from(teacher["train"], model, task, epochs=self.passes - (variant.sparsity > 0), lr=lr, seed=fold,
                    precision=self.precision, checkpoint=folder, description=f"{name}, rate {lr:g}, fold {fold}")
@@ -105,9 +105,8 @@ class Trials:
         said = {split + bits: predict(models[bits], task.batches(split))
                 for bits in BITS for split in ("validation", "test")}
         if variant.sparsity:
-            dropped, _ = measure_sparsity(model, task.first(32, ["test"]).batches("test"))
-            said["dropped"] = torch.tensor(dropped)
-        return said | {"weights": model.state_dict()}
+            said["dropped"] = torch.tensor(measure_sparsity(model, task.batches("test"))[0])
+        return said | ({"weights": model.state_dict()} if fold == 0 else {})
 
     def train(self,
         variants: Mapping[str, Variant],
@@ -118,14 +117,16 @@ class Trials:
         if self.passes < 2: raise ValueError(f"passes must be at least 2, got {self.passes}")
         if folder is not None:
             texts = [(task.splits, task.max_length, task.batch_size) for task in self.tasks]
-            settings = *texts, sorted(self.config.items()), self.passes, self.precision, self.gate_rate
+            settings = *texts, sorted(self.config.items()), self.passes, self.precision, self.gate_rate, tuple(rates)
             folder = folder / fingerprint([self.template], map(str, settings))
         asked = rates, len(self.tasks), self.tasks[0].labels("validation"), folder
         teachers, tried = train_folds({"teacher": self.teach}, *asked)
         of_fold = teachers["teacher"]
         job = lambda name, variant: lambda lr, fold, path: self.learn(name, variant, of_fold[fold], lr, fold, path)
-        found, losses = train_folds({name: job(name, variant) for name, variant in variants.items()}, *asked)
-        return Frontier(self, variants, found, tried | losses)
+        keys = {name: f"{name}-{fingerprint([], [str(variant)])[:6]}" for name, variant in variants.items()}
+        found, losses = train_folds({keys[name]: job(name, variant) for name, variant in variants.items()}, *asked)
+        by_name = lambda of: {name: of[key] for name, key in keys.items()}
+        return Frontier(self, variants, by_name(found), tried | by_name(losses))
 
 # %% ../../nbs/training/17_frontier.ipynb #2365a3f3
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Frontier:
         return (said.argmax(-1) == torch.cat([task.labels(split) for task in self.trials.tasks])).numpy()[None]
 
     def dropped(self, name: str) -> list[float]:
-        "Share of blocks that a variant really drops in a few test texts of each fold, mean over layers."
+        "Share of blocks that a variant really drops in the test texts of each fold, mean over layers."
         return [tensors["dropped"].mean().item() for tensors in self.found[name.removesuffix(".int8")]]
 
     def untrained(self, name: str) -> torch.nn.Module:

@@ -17,8 +17,11 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from .checkpoint import code_commit, note_file, run_name
 
 # %% ../../nbs/training/11_jobs.ipynb #1bb84418
 def share_jobs(
@@ -69,23 +72,45 @@ Tensors = Mapping[str, Tensor | Mapping[str, Tensor]]  # by name; those of `weig
 class Kept(Mapping):
     "Tensors in a file, made and written where it is not there. A second process waits for the first."
 
-    def __init__(self, file: Path, make: Callable[[], Tensors]):
+    def __init__(self,
+        file: Path,
+        make: Callable[[], Tensors],
+        checkpoints: Path | None = None,  # folder to remove as soon as the tensors are written
+    ):
         self.file, self.weights, self.make = file, file.with_suffix(".weights.safetensors"), make
+        self.checkpoints = checkpoints
         file.parent.mkdir(parents=True, exist_ok=True)
-        self.answers = self.read(file)
+        if file.exists(): note_file(file, file.name, self.origin)
+        else: self.write(file)
+        self.answers = load_file(file)
 
-    def read(self, file: Path) -> dict[str, Tensor]:
-        with FileLock(f"{self.file}.lock"):
-            if not file.exists():
-                made = dict(self.make())
-                parts = {self.weights: made.pop("weights", None), self.file: made}
-                for path, tensors in parts.items():
-                    if tensors is None or path.exists(): continue  # what is there stays
-                    save_file({name: t.contiguous() for name, t in tensors.items()}, new := path.with_suffix(".new"))
-                    os.replace(new, path)
-            return load_file(file)
+    @property
+    def origin(self) -> dict | None:  # run and commit that wrote the answers; None: they do not say
+        with safe_open(self.file, "pt") as stored: said = stored.metadata()
+        return said and {name: said.get(name) or None for name in ("run", "commit")}
 
-    def __getitem__(self, name: str): return self.read(self.weights) if name == "weights" else self.answers[name]
+    def write(self, wanted: Path):
+        with FileLock(f"{wanted}.lock"):
+            if wanted.exists(): return
+            made = dict(self.make())
+            said = {"run": run_name() or "", "commit": code_commit() or ""}
+            for path, tensors in ((self.weights, made.pop("weights", None)), (self.file, made)):  # answers last
+                if tensors is None: continue
+                new = path.with_suffix(".new")
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new, said)
+                os.replace(new, path)
+            if self.checkpoints: shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    def __getitem__(self, name: str):
+        if name != "weights": return self.answers[name]
+        if not self.weights.exists():
+            self.write(self.weights)
+            self.answers = load_file(self.file)
+            if not self.weights.exists(): raise KeyError(f"the job of {self.file.name} makes no weights")
+        return load_file(self.weights)
+
+    def __contains__(self, name: str) -> bool:
+        return self.weights.exists() if name == "weights" else name in self.answers
 
     def __iter__(self) -> Iterator[str]: return iter(self.answers)  # without weights, which would have to be read
 
@@ -98,12 +123,8 @@ def kept(
 ) -> Callable[..., Tensors]:
     "A job for `share_jobs` whose tensors are kept. Its checkpoints are removed as soon as they are."
     def work(place, *needed):
-        if place is None: return make(*(None,) * resumes, *needed)
-        def once():
-            made = make(*(place,) * resumes, *needed)
-            shutil.rmtree(place, ignore_errors=True)
-            return made
-
-        return Kept(place.with_name(f"{place.name}.safetensors"), once)
+        first = (place,) * resumes
+        if place is None: return make(*first, *needed)
+        return Kept(place.with_name(f"{place.name}.safetensors"), lambda: make(*first, *needed), place)
 
     return work

@@ -96,8 +96,8 @@ class Ablation:
 
     def fine_tuned(self, words: str, seed: int, folder: Path | None) -> Tensors:
         "Answers and weights of a model that classifies, nothing left out. `words` as in `Arm`."
+        model = copy.deepcopy(self.template)  # whose making draws, too
         torch.manual_seed(seed)
-        model = copy.deepcopy(self.template)
         model.classifier.reset_parameters()
         if words: model.bert.load_state_dict(self.reader(seed, words).bert.state_dict(), strict=False)  # but the pooler
         fit(model, self.documents.train_set(), epochs=1, lr=self.lr, seed=seed, checkpoint=folder,
@@ -116,9 +116,9 @@ class Ablation:
 
     def perforated(self, name: str, start: Tensors, lr: float, seed: int, folder: Path | None) -> Tensors:
         "Answers and weights of an arm."
-        torch.manual_seed(seed)
         arm, documents = ARMS[name], self.documents.first(self.rows, ["train"])
         model = self.model(arm, start, learned=False)
+        torch.manual_seed(seed)
         if arm.pattern == "annealed":
             some = documents.first(self.searched, ["validation"]).batches("validation")
             anneal_patterns(model, list(some), self.phases["sparsity"], *self.search)
