@@ -126,7 +126,8 @@ class PerforatedBertLayer(BertLayer):
         else:
             kept, soft = keep_blocks(scores, layout, knobs.sparsity), torch.sigmoid(logits / knobs.temperature)
             gate = soft + (kept.to(soft) - soft).detach()
-        if not self.training: return LayerDecision(logits, kept, seen, forced)
+        learns = any(p.requires_grad for part in (self.selector, self.threshold) for p in part.parameters())
+        if not (self.training and learns): return LayerDecision(logits, kept, seen, forced)
         return LayerDecision(logits, kept, seen, forced, torch.where(seen & ~forced, gate, kept.to(gate)))
 
     def dim(self, decision: LayerDecision, knobs: Knobs) -> Tensor:  # (batch, seq) log keep probabilities

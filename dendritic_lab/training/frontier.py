@@ -23,7 +23,7 @@ from ..models.perforated_bert import PerforatedBertForSequenceClassification
 from ..models.smaller import int8
 from .jobs import Tensors, fingerprint, kept, share_jobs
 from .loop import fit
-from .scorers import distil_scorers
+from .scorers import distil_scorers, training_only
 from .variants import Variant, learn_from
 
 # %% ../../nbs/training/17_frontier.ipynb #1c98ec4d
@@ -99,8 +99,9 @@ class Trials:
         """What a variant says about validation and test texts, also with 8 bits; where it leaves out blocks, the share
         that each layer really drops in test texts; in the first fold also its weights."""
         task, model = variant.texts(self.tasks[fold]), variant.model(self.weighted(Variant(), teacher))
-        learn_from(teacher["train"], model, task, epochs=self.passes - (variant.sparsity > 0), lr=lr, seed=fold,
-                   precision=self.precision, checkpoint=folder, description=f"{name}, rate {lr:g}, fold {fold}")
+        with training_only(model, lambda name: not {"selector", "threshold"} & set(name.split("."))):
+            learn_from(teacher["train"], model, task, epochs=self.passes - (variant.sparsity > 0), lr=lr, seed=fold,
+                       precision=self.precision, checkpoint=folder, description=f"{name}, rate {lr:g}, fold {fold}")
         models = dict(zip(BITS, (model.eval(), int8(model))))
         said = {split + bits: predict(models[bits], task.batches(split))
                 for bits in BITS for split in ("validation", "test")}
