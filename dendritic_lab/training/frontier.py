@@ -58,7 +58,7 @@ class Trials:
     checkpoint: str  # of the BERT family
     tasks: Sequence[TextTask]  # one a fold, with train, validation and test texts
     config: Mapping  # of the teacher, where it differs from the checkpoint's
-    passes: int = 2  # over the training texts, of the teacher and of each variant; at least 2
+    passes: int = 2  # over the training texts, of the teacher and of each variant
     precision: str = "no"  # of `fit`
     gate_rate: float = 3e-3  # learning rate of gates
 
@@ -100,7 +100,7 @@ class Trials:
         that each layer really drops in test texts; in the first fold also its weights."""
         task, model = variant.texts(self.tasks[fold]), variant.model(self.weighted(Variant(), teacher))
         with training_only(model, lambda name: not {"selector", "threshold"} & set(name.split("."))):
-            learn_from(teacher["train"], model, task, epochs=self.passes - (variant.sparsity > 0), lr=lr, seed=fold,
+            learn_from(teacher["train"], model, task, epochs=self.passes, lr=lr, seed=fold,
                        precision=self.precision, checkpoint=folder, description=f"{name}, rate {lr:g}, fold {fold}")
         models = dict(zip(BITS, (model.eval(), int8(model))))
         said = {split + bits: predict(models[bits], task.batches(split))
@@ -115,7 +115,7 @@ class Trials:
         folder: Path | None = None,  # of checkpoints, to resume and to share
     ) -> "Frontier":
         "All variants in all folds."
-        if self.passes < 2: raise ValueError(f"passes must be at least 2, got {self.passes}")
+        if self.passes < 1: raise ValueError(f"passes must be at least 1, got {self.passes}")
         if folder is not None:
             texts = [(task.splits, task.max_length, task.batch_size) for task in self.tasks]
             settings = *texts, sorted(self.config.items()), self.passes, self.precision, self.gate_rate, tuple(rates)
