@@ -65,9 +65,8 @@ class LiquidGate(Gate):
         normed = F.layer_norm(tokens.hidden, tokens.hidden.shape[-1:])
         return self.scorer(normed) if self.gating is None else self.gating.branch_logits(normed)
 
-    def received(self, tokens: Tokens) -> Tensor | float:  # (batch, tokens); 0: attention is not asked
+    def received(self, tokens: Tokens) -> Tensor:  # (batch, tokens)
         "Logarithm of the attention that CLS gave to each token, over an equal share, times the slope."
-        if self.slope is None: return 0.0
         weight = None if tokens.weight is None else tokens.weight.clamp(min=1e-30)  # the logarithm of 0 has no gradient
         share = cls_attention(tokens.query, tokens.key, weight) * (1 + tokens.candidates)
         return self.slope * share.clamp(min=1e-6).log()
@@ -84,11 +83,12 @@ class LiquidGate(Gate):
     def forward(self, tokens: Tokens, masked: bool) -> Tokens:
         branches = self.logits(tokens)
         if branches is not None:
-            own = branches.amax(-1) if branches.shape[-1] > 1 else branches.squeeze(-1)
-            logits = own + self.received(tokens)
+            logits = branches.amax(-1) if branches.shape[-1] > 1 else branches.squeeze(-1)
             importance = logits.sigmoid()
         if self.gating is not None:
-            tokens = replace(tokens, importance=importance if self.slope is None else own.sigmoid())
+            asked = logits if self.slope is None else logits + self.received(tokens)
+            tokens = replace(tokens, importance=importance)  # attention has a say in what is kept, not in the weight
+            if self.slope is not None: logits, importance = asked, asked.sigmoid()
             if self.training: tokens.penalties.append(self.diversity_weight * diversity_loss(branches))
         if self.threshold is not None: tokens = self.drop_by_threshold(tokens, logits, importance, masked)
         elif self.keep_ratio is not None: tokens = self.drop_by_rank(tokens, logits, importance, masked)
