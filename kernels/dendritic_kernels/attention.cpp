@@ -547,6 +547,32 @@ static float slopes_of(const Call& call, const Gradients& of, int64_t pair, cons
   return all;
 }
 
+// What keeping a dropped block whole would add to the sum of grad * out: its queries' weights would then be these, over the
+// sum of all. Bounded, where dL/dgate at a closed gate grows with the weight of what is left out.
+static float change_of(const Call& call, const Gradients& of, int64_t pair, const Queries& rows, const Keys& keys, const Packed& packed, float* scores, float* slopes) {
+  const int64_t from = (call.kv(pair) * call.keys + keys.first) * call.dim, width = rows.width;
+  product<false>(of.k + from, call.dim, 1, packed.q, scores, keys.count, call.dim, width);
+  product<false>(of.v + from, call.dim, 1, packed.grad, slopes, keys.count, call.dim, width);
+  if (call.causal) keys.hide_later(scores, width);
+  const float factor = call.factor();
+  Floats changes{};
+  for (int64_t r = 0; r < width; r += LANES) {
+    const Floats lse = load(packed.lse + r), delta = load(packed.delta + r);
+    Floats largest{};  // of the kept blocks' sum and these scores, over the former
+    for (int64_t c = 0; c < keys.count; c++) largest = max(load(scores + c * width + r) * factor - lse, largest);
+    Floats total = exp2(-largest), slope{};
+    for (int64_t c = 0; c < keys.count; c++) {
+      const Floats weight = exp2(load(scores + c * width + r) * factor - lse - largest);
+      total += weight;
+      slope += weight * (load(slopes + c * width + r) - delta);
+    }
+    changes += slope / total;
+  }
+  float all = 0.0f;
+  for (int l = 0; l < LANES; l++) all += changes[l];
+  return all;
+}
+
 // Rows of `dim` floats to rows of `wide`, the rest zeros.
 static void widen(const float* from, int64_t dim, float* to, int64_t wide, int64_t rows) {
   for (int64_t r = 0; r < rows; r++) {
@@ -616,7 +642,7 @@ static void backward(const Call& call, const Gradients& of, int64_t parts, const
   });
 }
 
-// The gradient of the gate alone, of other blocks than the kept ones.
+// What the gates of dropped blocks get.
 static void audit(const Call& call, const Gradients& of, const int32_t* counts, const int32_t* index) {  // row lists
   const int64_t size = call.size, blocks = call.query_blocks(), key_blocks = call.key_blocks();
   const int64_t first = (Packed::floats(call) + 15) / 16 * 16, needed = first + 2 * size * size;
@@ -630,7 +656,7 @@ static void audit(const Call& call, const Gradients& of, const int32_t* counts, 
     for (int64_t i = 0; i < counts[task]; i++) {
       const int64_t block = index[task * key_blocks + i];
       const Keys keys(call, pair, block, rows);
-      if (keys.count) of.dgate[task * key_blocks + block] = slopes_of(call, of, pair, rows, keys, packed, 1.0f, weights, weights + size * size);
+      if (keys.count) of.dgate[task * key_blocks + block] = change_of(call, of, pair, rows, keys, packed, weights, weights + size * size);
     }
   });
 }

@@ -31,7 +31,7 @@ def block_sparse_attention(
     scale: float | None = None,  # None: head_dim ** -0.5
     # (batch, heads, q_blocks, k_blocks), at least 0: multiplies the unnormalised weights of a block
     gate: Tensor | None = None,
-    audit: BlockLists | None = None,  # dropped blocks for which the gate gets a gradient too
+    audit: BlockLists | None = None,  # dropped blocks whose gates get what keeping each would add to sum(grad * out)
     backend: str = "auto",
 ) -> Tensor:  # (batch, heads, queries, head_dim)
     """Attention of each query over the keys in its kept blocks.

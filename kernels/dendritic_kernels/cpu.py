@@ -178,18 +178,15 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (p.q, p.k, p.v))
     dgate = None if gate is None else torch.zeros(gate.shape, dtype=wide).flatten(0, 2)
 
-    def weights_and_slope(chunk: _Chunk) -> tuple[Tensor, ...]:
-        "Weights without the gate, dL/dweight, and the chunk's operands."
+    def logs_and_slope(chunk: _Chunk) -> tuple[Tensor, ...]:
+        "Logarithms of weights without the gate, dL/dweight, and the chunk's operands."
         scores, q_kept, k_kept, v_kept = _scores(p, chunk, scale)
-        weights = scores.sub_(lse[chunk.rows])
-        if gate is not None: weights.clamp_(max=LARGEST)
-        weights.exp_()
         grad_kept = grads[chunk.rows].to(wide)
         slope = torch.bmm(grad_kept, v_kept.transpose(1, 2)).sub_(delta[chunk.rows])
-        return weights, slope, grad_kept, q_kept, k_kept
+        return scores.sub_(lse[chunk.rows]), slope, grad_kept, q_kept, k_kept
 
-    def set_gate(chunk: _Chunk, slopes: Tensor):
-        dgate[chunk.rows] = dgate[chunk.rows].scatter(1, chunk.index.long(), slopes.sum((1, 3)))
+    def set_gate(chunk: _Chunk, slopes: Tensor):  # (rows, block_size, kept)
+        dgate[chunk.rows] = dgate[chunk.rows].scatter(1, chunk.index.long(), slopes.sum(1))
 
     def add_to_keys(chunk: _Chunk, of_k: Tensor, of_v: Tensor, scale: float):
         dk.index_add_(0, chunk.keys, of_k.reshape(-1, block_size, q.shape[-1]).to(wide), alpha=scale)
@@ -204,11 +201,12 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
             dq[chunk.rows] = of_q[:, 0].to(wide)
             add_to_keys(chunk, of_k, of_v, 1.0)
             continue
-        weights, slope, grad_kept, q_kept, k_kept = weights_and_slope(chunk)
+        logs, slope, grad_kept, q_kept, k_kept = logs_and_slope(chunk)
+        weights = (logs if gate is None else logs.clamp_(max=LARGEST)).exp_()
         dscores = slope.mul_(weights)
         if gate is not None:
             block_slopes = _by_block(dscores, block_size)
-            set_gate(chunk, block_slopes)
+            set_gate(chunk, block_slopes.sum(3))
             of_block = gate.flatten(0, 2)[chunk.rows[:, None], chunk.index].to(wide)[:, None, :, None]
             block_slopes.mul_(of_block)
             _by_block(weights, block_size).mul_(of_block)
@@ -218,6 +216,9 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     if audit_counts is not None:
         audited = _problem(q, k, v, audit_counts, audit_index, spans, block_size, causal)
         for chunk in _chunks(audited):
-            weights, slope, *_ = weights_and_slope(chunk)
-            set_gate(chunk, _by_block(slope.mul_(weights), block_size))
+            logs, slope, *_ = logs_and_slope(chunk)
+            logs, slope = _by_block(logs, block_size), _by_block(slope, block_size)
+            largest = logs.amax(-1, keepdim=True).clamp_(min=0)  # of the kept blocks' sum and these scores
+            weights = logs.sub_(largest).exp_()
+            set_gate(chunk, slope.mul_(weights).sum(-1).div_(weights.sum(-1).add_(largest.neg_().exp_()[..., 0])))
     return _whole(dq, q), _whole(dk, k), _whole(dv, v), None if gate is None else dgate.view(gate.shape).to(gate.dtype)

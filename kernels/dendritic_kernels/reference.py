@@ -39,22 +39,35 @@ def dense_attention(
     causal: bool = False,
     scale: float | None = None,
     gate: Tensor | None = None,  # (batch, heads, q_blocks, k_blocks), multiplies the unnormalised weights of a block
-    audit: Tensor | None = None,  # (batch, heads, q_blocks, k_blocks) bool: dropped blocks that also give dL/dgate
+    audit: Tensor | None = None,  # (batch, heads, q_blocks, k_blocks) bool: dropped blocks whose gates learn too
 ) -> Tensor:  # (batch, heads, queries, head_dim); a query that sees no key gives zeros
-    "Differentiable by autograd. An audited block has the weight 0 and the gradient that it would have at that weight."
+    """Differentiable by autograd. An audited block weighs nothing, and as the gradient of its gate it has what keeping it
+    would add to sum(grad * out). That is bounded, where the derivative at a closed gate grows exponentially with the
+    scores of what is left out."""
     queries, keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     by_pair = lambda blocks: spread(blocks, queries, keys, block_size)
     seen = visible(queries, keys, spans, causal, q.device)
-    kept = asked = by_pair(block_mask) & seen
+    listed = kept = by_pair(block_mask) & seen
     if gate is not None: kept = kept & (by_pair(gate) != 0)
-    if audit is not None: asked = asked | by_pair(audit) & seen
     largest = scores.detach().masked_fill(~kept, -torch.inf).amax(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)
     weights = (scores - largest).masked_fill(~kept, -torch.inf).exp()
-    if gate is not None:  # closed and audited blocks weigh nothing, and have a gradient
-        closed = (scores - largest).masked_fill(~(asked & ~kept & kept.any(-1, keepdim=True)),
+    if gate is not None:  # closed blocks weigh nothing, and have a gradient
+        closed = (scores - largest).masked_fill(~(listed & ~kept & kept.any(-1, keepdim=True)),
                                                 -torch.inf).clamp(max=80).exp()
         weights = weights * by_pair(gate) + closed * by_pair(gate - gate.detach())
     total = weights.sum(-1, keepdim=True)
-    return (weights / total.masked_fill(total == 0, 1)).masked_fill(total == 0, 0).to(v.dtype) @ v
+    out = (weights / total.masked_fill(total == 0, 1)).masked_fill(total == 0, 0).to(v.dtype) @ v
+    if audit is None: return out
+    audited = (by_pair(audit) & seen & (total != 0)).detach()
+    opening = (gate - gate.detach()).repeat_interleave(block_size, 2)[:, :, :queries]  # zeros
+    for block, first in enumerate(range(0, keys, block_size)):
+        these = slice(first, first + block_size)
+        logs = (scores[..., these] - largest).detach().masked_fill(~audited[..., these], -torch.inf)
+        most = logs.amax(-1, keepdim=True).clamp(min=0)
+        alone = (logs - most).exp()
+        whole = alone.sum(-1, keepdim=True) + total.detach() * (-most).exp()
+        change = (alone.to(v.dtype) @ v[:, :, these] - alone.sum(-1, keepdim=True) * out).detach()
+        out = out + opening[..., block, None] * (change / whole.masked_fill(whole == 0, 1)).to(out)
+    return out

@@ -215,6 +215,18 @@ def _slopes(left, left_other, right, right_other, lse, delta, seen, scale, GATED
 
 
 @triton.jit
+def _change(q, grad, k, v, lse, delta, seen, scale, PRECISION: tl.constexpr):
+    """What keeping a dropped block whole would add to the sum of grad * out. Bounded, where the derivative at a closed
+    gate grows with the weight of what is left out."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E) - lse[:, None] * LOG2E
+    scores = tl.where(seen, scores, float("-inf"))
+    largest = tl.maximum(tl.max(scores, 1), 0.0)  # of the kept blocks' sum and these scores, over the former
+    weights = tl.exp2(scores - largest[:, None])
+    slopes = weights * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    return tl.sum(tl.sum(slopes, 1) / (tl.exp2(-largest) + tl.sum(weights, 1)))
+
+
+@triton.jit
 def _query_grad_kernel(q, k, v, grad, lse, delta, counts, index, spans, gate, dq, dgate, scale, heads, groups, queries,
                        keys, q_blocks, k_blocks,
                        stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
@@ -222,7 +234,7 @@ def _query_grad_kernel(q, k, v, grad, lse, delta, counts, index, spans, gate, dq
                        DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
                        CAUSAL: tl.constexpr,
                        RAGGED: tl.constexpr, GATED: tl.constexpr, AUDIT: tl.constexpr, PRECISION: tl.constexpr):
-    "Gradients of one block of queries, and of the gate of each of its kept blocks; in an audit, of the gate alone."
+    "Gradients of one block of queries, and of the gate of each of its kept blocks; in an audit, what dropped ones get."
     q_block, pair, batch, head = _place(q_blocks, heads)
     line, q_start = pair * q_blocks + q_block, q_block * BLOCK
     start, end, first = _span(spans, batch, keys, RAGGED)
@@ -243,12 +255,16 @@ def _query_grad_kernel(q, k, v, grad, lse, delta, counts, index, spans, gate, dq
         k_tile = _tile(k_base, k_block * BLOCK, stride_ks, end, DIM, DIM_PADDED, BLOCK)
         v_tile = _tile(v_base, k_block * BLOCK, stride_vs, end, DIM, DIM_PADDED, BLOCK)
         seen = _seen(q_start + first, k_block * BLOCK, start, end, BLOCK, CAUSAL, RAGGED)
-        unused, slopes = _slopes(q_tile, grad_tile, k_tile, v_tile, lse_rows[:, None], delta_rows[:, None], seen, scale,
-                                 GATED, PRECISION)
-        if GATED:
-            tl.store(dgate + line * k_blocks + k_block, tl.sum(slopes))
-            if not AUDIT: slopes *= tl.load(gate + line * k_blocks + k_block).to(tl.float32)
-        if not AUDIT: acc += tl.dot(slopes.to(k_tile.dtype), k_tile, input_precision=PRECISION)
+        if AUDIT:
+            tl.store(dgate + line * k_blocks + k_block,
+                     _change(q_tile, grad_tile, k_tile, v_tile, lse_rows, delta_rows, seen, scale, PRECISION))
+        else:
+            unused, slopes = _slopes(q_tile, grad_tile, k_tile, v_tile, lse_rows[:, None], delta_rows[:, None], seen,
+                                     scale, GATED, PRECISION)
+            if GATED:
+                tl.store(dgate + line * k_blocks + k_block, tl.sum(slopes))
+                slopes *= tl.load(gate + line * k_blocks + k_block).to(tl.float32)
+            acc += tl.dot(slopes.to(k_tile.dtype), k_tile, input_precision=PRECISION)
     if not AUDIT: _store_tile(dq + pair * queries * DIM, acc * scale, q_start, DIM, queries, DIM, DIM_PADDED, BLOCK)
 
 

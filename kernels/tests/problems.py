@@ -39,7 +39,7 @@ def check(backend, *, causal=False, ragged=False, padded=False, gated=False, gra
              for x, otherwise in ((starts, 0), (lengths, seq), (offset, 0))]
     random_gate = torch.rand(mask.shape, generator=generator) * 2
     gate = random_gate.masked_fill(random_gate < 0.2, 0) if gated else None
-    audit = torch.rand(mask.shape, generator=generator) < 0.3 if gated else None
+    audit = (torch.rand(mask.shape, generator=generator) < 0.3) & ~mask if gated else None
     weight = torch.randn(q.shape, generator=generator, dtype=torch.float64)
     tensors = [q, k, v] + [gate] * gated
     to = lambda x: x if x is None else x.to(device)
