@@ -185,11 +185,14 @@ def pool_tokens(
     x: Tensor,  # (batch, heads, tokens, head_dim)
     block_size: int,
     valid: Tensor | None = None,  # (batch or 1, tokens) bool
+    kind: str = "mean",  # mean|amax|amin
 ) -> Tensor:  # (batch, heads, blocks, head_dim); 0 where a block has no valid token
-    "Mean of the valid tokens of each block."
+    "Mean, largest or smallest of the valid tokens of each block, feature by feature."
     short = -x.shape[2] % block_size
-    if valid is None and not short: return x.unflatten(2, (-1, block_size)).mean(3)
+    in_blocks = lambda x: F.pad(x, (0, 0, 0, short)).unflatten(2, (-1, block_size))
+    if valid is None and not short: return getattr(x.unflatten(2, (-1, block_size)), kind)(3)
     if valid is None: valid = x.new_ones(1, x.shape[2], dtype=torch.bool)
     weight = F.pad(valid, (0, short)).unflatten(1, (-1, block_size))[:, None, :, :, None]
-    x = F.pad(x, (0, 0, 0, short)).unflatten(2, (-1, block_size)).masked_fill(~weight, 0)
-    return x.sum(3) / weight.sum(3).clamp(min=1)
+    if kind == "mean": return in_blocks(x).masked_fill(~weight, 0).sum(3) / weight.sum(3).clamp(min=1)
+    never = -torch.inf if kind == "amax" else torch.inf
+    return getattr(in_blocks(x).masked_fill(~weight, never), kind)(3).masked_fill(~weight.any(3), 0)

@@ -27,13 +27,13 @@ class WindowSink(nn.Module):
         return 1 / (1 + (columns - (rows[:, None] + layout.offset / layout.block_size)).abs())[None, None]
 
 # %% ../../nbs/layers/16_selectors.ipynb #7867d2ed
-def pooled(q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    "Means of blocks of queries (batch, heads, q_blocks, head_dim) and of keys (batch, kv_heads, k_blocks, head_dim)."
-    if layout.starts is None and layout.ends is None:
-        return pool_tokens(q, layout.block_size), pool_tokens(k, layout.block_size)
-    valid = layout.valid(q.device)
-    of_queries = valid[:, layout.offset:layout.offset + layout.queries]
-    return pool_tokens(q, layout.block_size, of_queries), pool_tokens(k, layout.block_size, valid)
+def pooled(q: Tensor, k: Tensor, layout: Layout, kinds: Sequence[str] = ("mean",)) -> tuple[Tensor, ...]:
+    """Means of blocks of queries (batch, heads, q_blocks, head_dim), and of blocks of keys (batch, kv_heads, k_blocks,
+    head_dim) what `pool_tokens` has of these kinds."""
+    valid = layout.valid(q.device) if layout.padding else None
+    of_queries = None if valid is None else valid[:, layout.offset:layout.offset + layout.queries]
+    of_keys = (pool_tokens(k, layout.block_size, valid, kind) for kind in kinds)
+    return pool_tokens(q, layout.block_size, of_queries), *of_keys
 
 
 def grouped_products(q: Tensor, k: Tensor) -> Tensor:
@@ -61,8 +61,9 @@ class PooledTopK(nn.Module):
         fine = replace(layout, block_size=math.gcd(self.pool_size, layout.block_size))
         seen, _ = visible_blocks(fine, q.device)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        logits = grouped_products(*self.summaries(q, k, fine)).float() * scale
-        mass = logits.masked_fill(~seen, -1e30).softmax(-1).masked_fill(~seen, 0)
+        mass = grouped_products(*self.summaries(q, k, fine)).float() * scale
+        if layout.causal or layout.padding: mass = mass.masked_fill(~seen, -1e30).softmax(-1).masked_fill(~seen, 0)
+        else: mass = mass.softmax(-1)
         many, (rows, columns) = layout.block_size // fine.block_size, layout.blocks
         mass = F.pad(mass, (0, columns * many - mass.shape[-1], 0, rows * many - mass.shape[-2]))
         seeing = F.pad(seen.any(-1), (0, rows * many - seen.shape[-2])).unflatten(-1, (-1, many)).sum(-1)
@@ -125,13 +126,8 @@ class DistilledGate(PooledTopK):
         if (q.shape[1], k.shape[1]) != (len(self.queries), len(self.keys)):
             raise ValueError(f"the gate is for {len(self.queries)} heads and {len(self.keys)} of keys"
                              f", got {q.shape[1]} and {k.shape[1]}")
-        mean_q, mean_k = pooled(q, k, fine)
-        padding, short = ~fine.valid(k.device)[:, None, :, None], -fine.keys % fine.block_size
-        largest, smallest = (
-            F.pad(x.masked_fill(padding, -torch.inf), (0, 0, 0, short), value=-torch.inf)
-            .unflatten(2, (-1, fine.block_size)).amax(3).nan_to_num(neginf=0.0) for x in (k, -k))
-        of_keys = torch.cat([mean_k, largest, -smallest], -1).float()
-        return mean_q.float() @ self.queries.float(), of_keys @ self.keys.float()
+        mean_q, *of_keys = pooled(q, k, fine, ("mean", "amax", "amin"))
+        return mean_q.float() @ self.queries.float(), torch.cat(of_keys, -1).float() @ self.keys.float()
 
 # %% ../../nbs/layers/16_selectors.ipynb #910ae5ba
 def gate_loss(

@@ -53,7 +53,8 @@ class Knobs(NamedTuple):
 
 class LayerDecision(NamedTuple):
     "What one layer decided, for the next layer, the controller, the trainer and the pictures."
-    logits: Tensor | None  # (batch, heads, blocks, blocks) less threshold, before the offset; None: not scored
+    # (batch, heads, blocks, blocks) log scores; less threshold, before the offset, where that matters; None: not scored
+    logits: Tensor | None
     kept: Tensor  # (batch, heads, blocks, blocks) bool: blocks that were computed
     seen: Tensor  # (batch, 1, blocks, blocks) bool: blocks with tokens
     forced: Tensor  # like seen: those of them that are always kept
@@ -109,14 +110,20 @@ class PerforatedBertLayer(BertLayer):
         return by_head(own.query(hidden)), by_head(own.key(hidden)), by_head(own.value(hidden))
 
     def layout(self, mask: Tensor) -> Layout:  # (batch, seq) bool, a text's tokens first
-        return Layout(mask.shape[1], mask.shape[1], self.block_size, ends=mask.sum(1))
+        ends, readable = mask.sum(1), mask.device.type == "cpu" and not torch.compiler.is_compiling()
+        if readable: ends = None if mask.all() else tuple(ends.tolist())  # what follows from it is then worked out once
+        return Layout(mask.shape[1], mask.shape[1], self.block_size, ends=ends)
 
     def decide_blocks(self, q: Tensor, k: Tensor, layout: Layout, hidden: Tensor, mask: Tensor, knobs: Knobs
                       ) -> LayerDecision:
         "Which blocks to compute. They are scored only where there is something to decide."
-        (seen, forced), shape = visible_blocks(layout, q.device), (*q.shape[:2], *layout.blocks)
+        shape = (*q.shape[:2], *layout.blocks)
+        seen, forced = (of.expand(len(q), -1, -1, -1) for of in visible_blocks(layout, q.device))
         if knobs.sparsity == 0 or layout.blocks[1] == 1: return LayerDecision(None, seen.expand(shape), seen, forced)
         scores = self.selector(q, k, layout, self.attention.self.scaling).expand(shape)
+        if knobs.sparsity is not None and not self.training:  # each row keeps its best, whatever the threshold is
+            kept = keep_blocks(scores, layout, knobs.sparsity)
+            return LayerDecision(scores.clamp(min=1e-9).log(), kept, seen, forced)
         over_average = scores * seen.sum(-1, keepdim=True).clamp(min=1)  # 1 in any row, at any length
         logits = over_average.clamp(min=1e-9).log() - self.threshold(hidden, mask)[:, :, None, None]
         if knobs.shift is not None: logits = logits - knobs.shift[:, :, None, None]

@@ -41,9 +41,9 @@ def dense_attention(
     gate: Tensor | None = None,  # (batch, heads, q_blocks, k_blocks), multiplies the unnormalised weights of a block
     audit: Tensor | None = None,  # (batch, heads, q_blocks, k_blocks) bool: dropped blocks whose gates learn too
 ) -> Tensor:  # (batch, heads, queries, head_dim); a query that sees no key gives zeros
-    """Differentiable by autograd. An audited block weighs nothing, and as the gradient of its gate it has what keeping it
-    would add to sum(grad * out). That is bounded, where the derivative at a closed gate grows exponentially with the
-    scores of what is left out."""
+    """Differentiable by autograd. An audited block weighs nothing, and its gate's gradient is what keeping it would add
+    to sum(grad * out). That is bounded, where the derivative at a closed gate grows exponentially with the scores of
+    what is left out."""
     queries, keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
