@@ -188,7 +188,12 @@ struct Aligned {
   ~Aligned() { ::operator delete(p, std::align_val_t(64)); }
 };
 
-// Threads that wait for work. They and the pool stay until the process ends, so nothing is torn down at its exit. A forked
+// OpenMP's entry for a parallel region, `GOMP_parallel`, of the runtime on whose threads the caller computes, and the process
+// that named it. Its threads wait for their next work by spinning, so other threads beside them would have half of a core.
+static void (*openmp)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+static pid_t openmp_process = 0;
+
+// Threads that wait for work, where there is no such runtime. They and the pool stay until the process ends, so nothing is torn down at its exit. A forked
 // process has none of them, and perhaps a lock that nobody will open: it makes a pool of its own.
 class Pool {
   struct Job {
@@ -254,6 +259,10 @@ class Pool {
     auto turns = [&](int number) { for (int64_t task; (task = next++) < tasks;) work(task, number); };
     const int helpers = std::min<int64_t>(threads, tasks) - 1;
     if (helpers < 1) return turns(0);
+    if (openmp && openmp_process == getpid()) {  // a forked process has not got its threads
+      struct Team { decltype(turns)& work; std::atomic<int> joined; } team{turns, {0}};
+      return openmp([](void* of) { Team* team = static_cast<Team*>(of); team->work(team->joined++); }, &team, helpers + 1, 0);
+    }
     mine().share([](void* context, int number) { (*static_cast<decltype(turns)*>(context))(number); }, &turns, helpers);
   }
 };
@@ -261,7 +270,8 @@ class Pool {
 constexpr float LOG2E = 1.44269504f;
 constexpr float LARGEST = 80.0f * LOG2E;  // as in cpu.py
 
-// One call. q, grad, out are (batch, heads, queries, dim), k, v (batch, kv_heads, keys, dim), all contiguous.
+// One call. q, grad, out are (batch, heads, queries, dim), k, v (batch, kv_heads, keys, dim). All are contiguous but a forward
+// pass's q and out, whose rows alone are: each is touched once, so that copies of them would only take time.
 struct Call {
   const int32_t* spans;  // (batch, 3) first key, end of the keys, first query; or null: 0, keys, 0
   const float* gate;     // (batch, heads, query blocks, key blocks), or null
@@ -294,10 +304,10 @@ struct Queries {
     stop = std::max(begin, std::min(all, call.end(pair) - position));
   }
 
-  // Rows of x (..., dim) as columns, zeros at padding.
-  void turned(const float* x, int64_t dim, float* to) const {
+  // Rows of `dim` floats, the first at `from`, as columns, zeros at padding.
+  void turned(const float* from, int64_t stride, int64_t dim, float* to) const {
     if (begin > 0 || stop < width) std::fill(to, to + dim * width, 0.0f);
-    transpose(x + (at + begin) * dim, dim, to + begin, width, stop - begin, dim);
+    transpose(from + begin * stride, stride, to + begin, width, stop - begin, dim);
   }
 };
 
@@ -319,11 +329,23 @@ struct Keys {
   }
 };
 
+// (batch, heads, queries, dim), of which only rows are contiguous; the others' strides in elements.
+template <class E>
+struct Rows {
+  E* p;
+  int64_t of_batch, of_head, of_row;
+
+  E* first(const Call& call, int64_t pair, int64_t block) const {
+    return p + pair / call.heads * of_batch + pair % call.heads * of_head + block * call.size * of_row;
+  }
+};
+
 // What a forward pass reads and writes: all in float32, or all in bfloat16 with `pairs`, the values as `in_pairs` gives them.
 template <class E>
 struct Forward {
-  const E *q, *k, *v;
-  E* out;
+  Rows<const E> q;
+  const E *k, *v;
+  Rows<E> out;
   float* lse;  // (batch, heads, queries), +inf where nothing is kept
   const Pair* pairs = nullptr;
   static constexpr bool half = std::is_same<E, Half>::value;
@@ -356,7 +378,6 @@ static void rows_in_pairs(float* rows, int64_t count, int64_t width) {
     }
 }
 
-static void put(const float*, float*, int64_t) {}  // it stands there already
 [[maybe_unused]] static void put(const float* from, Half* to, int64_t count) {
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) {
@@ -372,10 +393,10 @@ static void put(const float*, float*, int64_t) {}  // it stands there already
 // A block of one query, as in decoding: its output (dim), and the log-sum where any key is seen. Here features stand in the
 // vectors, for a vector of queries would be almost empty. `space` has room for size + 2 * LANES * LANES + dim floats.
 template <class E>
-static void forward_one(const Call& call, const Forward<E>& of, int64_t pair, const Queries& rows, float* out, const int32_t* index, int64_t count, const float* gates, float* space) {
+static void forward_one(const Call& call, const Forward<E>& of, int64_t pair, const Queries& rows, const E* given, float* out, const int32_t* index, int64_t count, const float* gates, float* space) {
   const int64_t dim = call.dim;
   float *scores = space, *partial = scores + call.size, *turned = partial + LANES * LANES, *q = turned + LANES * LANES;
-  for (int64_t d = 0; d < dim; d++) q[d] = value(of.q[rows.at * dim + d]) * call.factor();
+  for (int64_t d = 0; d < dim; d++) q[d] = value(given[d]) * call.factor();
   float largest = -INFINITY, total = 0.0f;
   for (int64_t i = 0; i < count; i++) {
     const Keys keys(call, pair, index[i], rows);
@@ -431,18 +452,21 @@ static void forward(const Call& call, const Forward<E>& of, const int32_t* count
     const Queries rows(call, pair, task % blocks);
     const int64_t width = rows.width;
     float *scores = buffers.p + thread * needed, *turned = scores + size * size, *sum = turned + size * dim, *largest = sum + size * dim, *total = largest + size;
-    E* to = of.out + rows.at * dim;
+    E* to = of.out.first(call, pair, task % blocks);
+    const E* given = of.q.first(call, pair, task % blocks);
     float *sums = of.lse + rows.at, *rows_of = turned;  // the output before it is rounded
-    if constexpr (!half) rows_of = to;
-    std::memset(to, 0, sizeof(E) * rows.all * dim);
+    int64_t stride = dim;  // of its rows
+    if constexpr (!half) rows_of = to, stride = of.out.of_row;
+    for (int64_t r = 0; r < rows.all; r++) std::memset(to + r * of.out.of_row, 0, sizeof(E) * dim);
     std::fill(sums, sums + rows.all, INFINITY);
     if (rows.begin == rows.stop || counts[task] == 0) return;
     if (rows.all == 1 && dim % LANES == 0) {
       if (half) std::fill_n(rows_of = scores + needed - dim, dim, 0.0f);
-      forward_one(call, of, pair, rows, rows_of, index + task * key_blocks, counts[task], call.gate ? call.gate + task * key_blocks : nullptr, scores);
-      return put(rows_of, to, dim);
+      forward_one(call, of, pair, rows, given, rows_of, index + task * key_blocks, counts[task], call.gate ? call.gate + task * key_blocks : nullptr, scores);
+      if constexpr (half) put(rows_of, to, dim);
+      return;
     }
-    rows.turned(reinterpret_cast<const float*>(of.q), depth, turned);
+    rows.turned(reinterpret_cast<const float*>(given), half ? of.q.of_row / 2 : of.q.of_row, depth, turned);
     std::fill(sum, sum + width * dim, 0.0f);
     std::fill(largest, largest + width, -INFINITY);
     std::fill(total, total + width, 0.0f);
@@ -492,8 +516,9 @@ static void forward(const Call& call, const Forward<E>& of, const int32_t* count
         const Floats by = load(total + c), x = load(sum + d * width + c);
         store(sum + d * width + c, by == 0.0f ? Floats{} : x * by);
       }
-    transpose(sum, width, rows_of, dim, dim, rows.all);
-    put(rows_of, to, rows.all * dim);
+    transpose(sum, width, rows_of, stride, dim, rows.all);
+    if constexpr (half)
+      for (int64_t r = 0; r < rows.all; r++) put(rows_of + r * dim, to + r * of.out.of_row, dim);
   });
 }
 
@@ -509,8 +534,8 @@ struct Packed {
   float *q, *grad, *lse, *delta;
 
   Packed(const Call& call, const Gradients& of, const Queries& rows, float* at) : q(at), grad(q + call.size * call.dim), lse(grad + call.size * call.dim), delta(lse + call.size) {
-    rows.turned(of.q, call.dim, q);
-    rows.turned(of.grad, call.dim, grad);
+    rows.turned(of.q + rows.at * call.dim, call.dim, call.dim, q);
+    rows.turned(of.grad + rows.at * call.dim, call.dim, call.dim, grad);
     for (int64_t r = 0; r < rows.width; r++) {
       const bool inside = rows.begin <= r && r < rows.stop;
       const float *a = of.grad + (rows.at + r) * call.dim, *b = of.out + (rows.at + r) * call.dim;
@@ -661,20 +686,30 @@ static void audit(const Call& call, const Gradients& of, const int32_t* counts, 
   });
 }
 
-// All give 0, or 1 when memory ran out. With `half` q, k, v and out are bfloat16, of an even dim, and LANES is 16.
+extern "C" void use_openmp(void* parallel) {
+  openmp_process = getpid();
+  openmp = reinterpret_cast<decltype(openmp)>(parallel);
+}
+
+// All give 0, or 1 when memory ran out. With `half` q, k, v and out are bfloat16, of an even dim and even strides, q begins at a
+// whole pair, and LANES is 16. `strides`: of batch, heads and rows, first q's, then out's.
 extern "C" int block_sparse_forward(const void* q, const void* k, const void* v, const int32_t* spans, const float* gate,
                                     int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, int64_t keys, int64_t dim, int64_t size, float scale, int causal, int threads,
-                                    void* out, float* lse, const int32_t* counts, const int32_t* index, int half) {
+                                    void* out, float* lse, const int32_t* counts, const int32_t* index, const int64_t* strides, int half) {
   try {
     const Call call{spans, gate, batch, heads, kv_heads, queries, keys, dim, size, scale, causal, threads};
     if (!half) {
-      forward(call, Forward<float>{(const float*)q, (const float*)k, (const float*)v, (float*)out, lse}, counts, index);
+      const Rows<const float> rows{(const float*)q, strides[0], strides[1], strides[2]};
+      const Rows<float> to{(float*)out, strides[3], strides[4], strides[5]};
+      forward(call, Forward<float>{rows, (const float*)k, (const float*)v, to, lse}, counts, index);
       return 0;
     }
 #ifdef __AVX512BF16__
     const bool paired = queries > 1 || dim % LANES;
     const Aligned pairs(paired ? batch * kv_heads * ((keys + 1) / 2) * dim : 0);
-    Forward<Half> of{(const Half*)q, (const Half*)k, (const Half*)v, (Half*)out, lse, (const Pair*)pairs.p};
+    const Rows<const Half> rows{(const Half*)q, strides[0], strides[1], strides[2]};
+    const Rows<Half> to{(Half*)out, strides[3], strides[4], strides[5]};
+    const Forward<Half> of{rows, (const Half*)k, (const Half*)v, to, lse, (const Pair*)pairs.p};
     if (paired) in_pairs(call, of.v, (Pair*)pairs.p);
     forward(call, of, counts, index);
 #endif

@@ -194,13 +194,15 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     implementation = _implementation(backend, q, k, row_counts, spans, gate, block_size)
     with torch.autocast(q.device.type, enabled=False):  # sums stay in float32
-        return implementation.forward(q, k, v, row_counts, row_index, spans, gate, block_size, causal, scale)
+        out, lse = implementation.forward(q, k, v, row_counts, row_index, spans, gate, block_size, causal, scale)
+    like = torch.empty_like(q, device="meta")  # queries of a model are often a view of (batch, seq, heads, head_dim)
+    return out if out.stride() == like.stride() else torch.empty_like(q).copy_(out), lse
 
 
 @_attention.register_fake
 def _(q, k, v, row_counts, row_index, col_counts, col_index, spans, gate, audit_counts, audit_index, block_size,
       causal, scale, backend):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float64
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float64
                                              if q.dtype == torch.float64 else torch.float32)
 
 

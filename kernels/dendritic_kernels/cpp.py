@@ -64,9 +64,27 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
     except OSError as e: return None, f"the library could not be built or loaded: {e}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     call = [pointer] * 5 + [number] * 7 + [ctypes.c_float, ctypes.c_int, ctypes.c_int]
-    library.block_sparse_forward.argtypes = call + [pointer] * 4 + [ctypes.c_int]
+    library.block_sparse_forward.argtypes = call + [pointer] * 5 + [ctypes.c_int]
     library.block_sparse_backward.argtypes = call + [pointer] * 7 + [number] + [pointer] * 4
+    library.use_openmp.argtypes = [pointer]
+    library.use_openmp(_openmp())
     return library, None
+
+
+def _openmp() -> int | None:
+    """Address of `GOMP_parallel` in the OpenMP runtime that computes for PyTorch; None where it is not found.
+
+    Other libraries may have loaded runtimes of their own, so it is the one that lies with PyTorch, or the only one.
+    """
+    try: lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError: return None
+    mapped = {Path(line.split(maxsplit=5)[5]) for line in lines if ".so" in line}
+    runtimes = [path for path in mapped if path.name.startswith(("libgomp", "libomp", "libiomp"))]
+    package = Path(torch.__file__).parent
+    own = [path for path in runtimes if package in path.parents or package.with_name("torch.libs") in path.parents]
+    if len(own or runtimes) != 1: return None
+    try: return ctypes.cast(ctypes.CDLL(str((own or runtimes)[0])).GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, AttributeError): return None
 
 
 def _floats(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -78,10 +96,10 @@ def _address(x: Tensor | None) -> int | None: return None if x is None else x.da
 
 
 def _call(function, q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, gate: Tensor | None, block_size: int,
-          causal: bool, scale: float, *others: Tensor | int | None):
-    "Call the library. Tensors are contiguous."
+          causal: bool, scale: float, *others: Tensor | ctypes.Array | int | None):
+    "Call the library."
     sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], block_size
-    others = [x if isinstance(x, int) else _address(x) for x in others]
+    others = [_address(x) if isinstance(x, Tensor) else x for x in others]
     if function(*map(_address, (q, k, v, spans, gate)), *sizes, scale, causal, torch.get_num_threads(), *others):
         raise MemoryError("not enough memory for block-sparse attention")
 
@@ -91,10 +109,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
             block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     "Output like q, and the logarithm of the weights' sum (batch, heads, seq), +inf where nothing is kept."
     dtype, half = q.dtype, q.dtype == torch.bfloat16 and q.shape[-1] % 2 == 0 and _multiplies_half()
-    q, k, v = (x.contiguous() for x in (q, k, v)) if half else _floats(q, k, v)
+    if half: k, v = k.contiguous(), v.contiguous()
+    else: q, (k, v) = q.float(), _floats(k, v)
+    odd = half and (q.data_ptr() % 4 or any(stride % 2 for stride in q.stride()[:3]))  # pairs are read as one number
+    if q.stride(-1) != 1 or odd: q = q.contiguous()
     out, lse, (gate,) = torch.empty_like(q), torch.empty(q.shape[:3]), _floats(gate)
+    strides = (ctypes.c_int64 * 6)(*q.stride()[:3], *out.stride()[:3])
     _call(_library()[0].block_sparse_forward, q, k, v, spans, gate, block_size, causal, scale, out, lse, row_counts,
-          row_index, int(half))
+          row_index, strides, int(half))
     return out.to(dtype), lse
 
 

@@ -375,7 +375,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     blocks, kind = tuple(row_index.shape[2:]), (q.shape[-1], q.dtype, _capability(q))
     about = lambda listed: _common(q, k, v, blocks, listed, spans, gate, block_size, causal)
     (sizes, of_rows), (_, of_columns) = about(blocks[1]), about(blocks[0])
-    delta = (grad.float() * out.float()).sum(-1)
+    delta = (grad.float() * out.float()).sum(-1).contiguous()
     shared, pairs = q.shape[1] != k.shape[1], q.shape[0] * q.shape[1]
     empty = lambda length, dtype: torch.empty(*q.shape[:2], length, q.shape[-1], dtype=dtype, device=q.device)
     dq, (dk, dv) = empty(q.shape[2], q.dtype), (empty(k.shape[2], torch.float32 if shared else q.dtype)

@@ -112,6 +112,7 @@ def test_cpp_layouts():
     out = call(*turned)
     grads = torch.autograd.grad(out.transpose(1, 2), turned, q.transpose(1, 2).contiguous())
     for a, b in zip((out, *grads), expected): torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    assert out.stride() == turned[0].stride()
     one, = torch.autograd.grad(call(*turned).sum(), turned[:1])  # an expanded gradient
     torch.testing.assert_close(one.double(), results(call, [q, k, v], torch.ones_like(q))[1], rtol=1e-5, atol=1e-5)
 
@@ -170,6 +171,17 @@ def test_gradcheck(gated):
     gate = [torch.rand(mask.shape, dtype=torch.float64).add(0.5)] if gated else []
     call = lambda q, k, v, gate=None: block_sparse_attention(q, k, v, lists, gate=gate, causal=True, backend="cpu")
     assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in (q, k, v, *gate)])
+
+
+@needs_compiler
+@pytest.mark.parametrize("first", [0, 1])
+def test_half_precision_in_odd_places(first):
+    "Rows of queries that do not begin with a whole pair of numbers, or that lie an odd number of them apart."
+    q, k, v, mask = problem(seq=40, block=16, dim=32, dtype=torch.bfloat16)
+    lists = BlockLists.from_mask(mask, 40, 16)
+    spread = torch.zeros(*q.shape[:3], 35, dtype=q.dtype)[..., first:first + 32].copy_(q)
+    call = lambda q: block_sparse_attention(q, k, v, lists, backend="cpp")
+    assert torch.equal(call(spread), call(q))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpp"])

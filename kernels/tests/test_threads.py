@@ -1,4 +1,4 @@
-"The kept threads of the C++ backend: as many as PyTorch may use, after a fork, from several threads."
+"The threads of the C++ backend: PyTorch's, as many as it may use, or its own; after a fork, from several threads."
 
 import subprocess
 import sys
@@ -71,7 +71,32 @@ for _ in range(5): assert right()
 assert tasks() == before + 3, (before, tasks())
 torch.set_num_threads(2)
 for _ in range(5): assert right()
-assert tasks() == before + 3, (before, tasks())
+assert tasks() <= before + 3, (before, tasks())
+""")
+
+
+@pytest.mark.skipif(cpp._openmp() is None, reason="PyTorch's OpenMP runtime was not found")
+def test_no_threads_beside_those_of_pytorch():
+    in_a_process("""
+torch.set_num_threads(4)
+large = torch.randn(512, 512)
+large @ large, large.exp()
+before = tasks()
+assert right() and tasks() == before, (before, tasks())
+""")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_threads_of_its_own():
+    in_a_process("""
+from dendritic_kernels import cpp
+cpp._library()[0].use_openmp(None)
+torch.set_num_threads(4)
+before = tasks()
+for _ in range(5): assert right()
+torch.set_num_threads(2)
+assert right() and tasks() == before + 3, (before, tasks())
+assert child(lambda: right() and right()) == 0
 """)
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from dendritic_kernels import BlockLists
+from dendritic_kernels import BlockLists, block_sparse_attention
 from problems import check, problem
 
 pytest.importorskip("triton")
@@ -24,6 +24,18 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda") 
     dict(seq=80, causal=True, padded=True, gated=True, density=0.8),
 ], ids=str)
 def test_agrees_with_the_reference(sizes, dtype): check("triton", device=DEVICE, dtype=dtype, **{"block": 16} | sizes)
+
+
+def test_layouts():
+    "Heads after tokens, also in the gradient: the output is laid out as the queries are."
+    q, k, v, mask = (x.to(DEVICE) for x in problem(seq=48, block=16))
+    lists = BlockLists.from_mask(mask, 48, 16)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    out, plain = (block_sparse_attention(*turned, lists, backend=backend) for backend in ("triton", "dense"))
+    assert out.stride() == turned[0].stride()
+    torch.testing.assert_close(out, plain)
+    grads = [torch.autograd.grad(x, turned, q) for x in (out, plain)]
+    for one, other in zip(*grads): torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_lists_in_one_launch():
