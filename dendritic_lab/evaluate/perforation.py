@@ -34,7 +34,8 @@ def measure_sparsity(
     model: PerforatedBertPreTrainedModel,  # with the knobs that it has
     texts: Iterable[dict[str, Tensor]],  # batches; labels are not used
 ) -> tuple[list[float], list[float]]:  # of each layer
-    "Share of blocks with tokens that are dropped, and mean entropy of the decisions in bits."
+    """Share of blocks with tokens that are dropped, and mean entropy of the decisions in bits; 0 where a fixed sparsity
+    decides, and not thresholds."""
     kept, blocks, entropy, count = torch.zeros(4, len(model.base_model.encoder.layer), dtype=torch.float64)
     offsets = model.base_model.controller.offsets
     for decisions in decisions_of(model, texts):

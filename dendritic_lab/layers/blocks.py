@@ -162,7 +162,8 @@ def sparse_attention(
 ) -> Tensor:  # (batch, heads, queries, head_dim)
     """Attention over the kept blocks. A query that sees nothing, or stands at padding, gives zeros.
 
-    A gate has a gradient at visible blocks that are dropped, too: what it would be if they were kept, with that value.
+    A gate has a gradient at visible blocks that are dropped, too: what keeping the block would add to the sum of the
+    output's gradient times output.
     """
     batch, heads = q.shape[:2]
     lists_of = lambda kept: BlockLists.from_mask(

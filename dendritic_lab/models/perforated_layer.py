@@ -53,14 +53,14 @@ class Knobs(NamedTuple):
 
 class LayerDecision(NamedTuple):
     "What one layer decided, for the next layer, the controller, the trainer and the pictures."
-    # (batch, heads, blocks, blocks) log scores; less threshold, before the offset, where that matters; None: not scored
-    logits: Tensor | None
+    logits: Tensor | None  # (batch, heads, blocks, blocks) less threshold, before the offset; None: no threshold asked
     kept: Tensor  # (batch, heads, blocks, blocks) bool: blocks that were computed
     seen: Tensor  # (batch, 1, blocks, blocks) bool: blocks with tokens
     forced: Tensor  # like seen: those of them that are always kept
     gate: Tensor | None = None  # like kept, with a gradient to the scorer; None in inference
     token_scores: Tensor | None = None  # (batch, tokens of this layer); None: tokens were not scored
     log_keep: Tensor | None = None  # (batch, tokens of this layer) how far dimmed, for the next layer; None: not at all
+    dense: bool = False  # no block was up for decision
     place: Tensor | None = None  # (batch, kept) place of each token in this layer's input, or -1; None: all go on
     tokens: Tensor | None = None  # (batch, seq) bool: tokens of the text that go on; the model fills it in
 
@@ -119,11 +119,11 @@ class PerforatedBertLayer(BertLayer):
         "Which blocks to compute. They are scored only where there is something to decide."
         shape = (*q.shape[:2], *layout.blocks)
         seen, forced = (of.expand(len(q), -1, -1, -1) for of in visible_blocks(layout, q.device))
-        if knobs.sparsity == 0 or layout.blocks[1] == 1: return LayerDecision(None, seen.expand(shape), seen, forced)
+        if knobs.sparsity == 0 or layout.blocks[1] == 1:
+            return LayerDecision(None, seen.expand(shape), seen, forced, dense=True)
         scores = self.selector(q, k, layout, self.attention.self.scaling).expand(shape)
         if knobs.sparsity is not None and not self.training:  # each row keeps its best, whatever the threshold is
-            kept = keep_blocks(scores, layout, knobs.sparsity)
-            return LayerDecision(scores.clamp(min=1e-9).log(), kept, seen, forced)
+            return LayerDecision(None, keep_blocks(scores, layout, knobs.sparsity), seen, forced)
         over_average = scores * seen.sum(-1, keepdim=True).clamp(min=1)  # 1 in any row, at any length
         logits = over_average.clamp(min=1e-9).log() - self.threshold(hidden, mask)[:, :, None, None]
         if knobs.shift is not None: logits = logits - knobs.shift[:, :, None, None]
@@ -150,7 +150,7 @@ class PerforatedBertLayer(BertLayer):
                backend: str) -> Tensor:
         "Attention over the kept blocks, (batch, heads, seq, head_dim)."
         scale, log_keep = self.attention.self.scaling, decision.log_keep
-        if decision.logits is None:
+        if decision.dense:
             bias = mask[:, None, None]
             if log_keep is not None: bias = log_keep.masked_fill(~mask, -torch.inf)[:, None, None].to(q)
             elif not torch.compiler.is_compiling() and mask.all(): bias = None  # a graph cannot read a mask

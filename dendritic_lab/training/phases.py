@@ -141,7 +141,11 @@ def calibrate(
     model: PerforatedBertPreTrainedModel,
     texts: DataLoader,  # labels are not used
 ):
-    "Set the controller's offsets so that each layer drops its target share of these texts' blocks."
+    """Set the controller's offsets so that each layer drops its target share of these texts' blocks.
+
+    Raises `ValueError` where a fixed sparsity decides, and not thresholds."""
+    if (sparsity := model.config.sparsity) is not None:
+        raise ValueError(f"thresholds are calibrated where they decide: sparsity must be None, got {sparsity}")
     controller = model.base_model.controller
     for layer in range(len(controller.offsets)):
         seen = [decisions[layer] for decisions in decisions_of(model, texts)]

@@ -189,12 +189,13 @@ struct Aligned {
 };
 
 // OpenMP's entry for a parallel region, `GOMP_parallel`, of the runtime on whose threads the caller computes, and the process
-// that named it. Its threads wait for their next work by spinning, so other threads beside them would have half of a core.
+// that named it: one forked from it has none of those threads. They wait for their next work by spinning, so other threads
+// beside them would have half of a core.
 static void (*openmp)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
 static pid_t openmp_process = 0;
 
-// Threads that wait for work, where there is no such runtime. They and the pool stay until the process ends, so nothing is torn down at its exit. A forked
-// process has none of them, and perhaps a lock that nobody will open: it makes a pool of its own.
+// Threads that wait for work, where there is no such runtime. They and the pool stay until the process ends, so nothing is
+// torn down at its exit. A forked process has none of them, and perhaps a lock that nobody will open: it makes a pool of its own.
 class Pool {
   struct Job {
     void (*run)(void*, int);
@@ -259,9 +260,10 @@ class Pool {
     auto turns = [&](int number) { for (int64_t task; (task = next++) < tasks;) work(task, number); };
     const int helpers = std::min<int64_t>(threads, tasks) - 1;
     if (helpers < 1) return turns(0);
-    if (openmp && openmp_process == getpid()) {  // a forked process has not got its threads
+    if (openmp && openmp_process == getpid()) {
+      // always as many as PyTorch takes: the runtime ends what a smaller team has no use for, and starts it again after that
       struct Team { decltype(turns)& work; std::atomic<int> joined; } team{turns, {0}};
-      return openmp([](void* of) { Team* team = static_cast<Team*>(of); team->work(team->joined++); }, &team, helpers + 1, 0);
+      return openmp([](void* of) { Team* team = static_cast<Team*>(of); team->work(team->joined++); }, &team, threads, 0);
     }
     mine().share([](void* context, int number) { (*static_cast<decltype(turns)*>(context))(number); }, &turns, helpers);
   }
@@ -580,14 +582,19 @@ static float change_of(const Call& call, const Gradients& of, int64_t pair, cons
   product<false>(of.v + from, call.dim, 1, packed.grad, slopes, keys.count, call.dim, width);
   if (call.causal) keys.hide_later(scores, width);
   const float factor = call.factor();
+  const Floats most = Floats{} + 1e30f;  // infinite scores of dropped blocks are no NaN
   Floats changes{};
   for (int64_t r = 0; r < width; r += LANES) {
     const Floats lse = load(packed.lse + r), delta = load(packed.delta + r);
     Floats largest{};  // of the kept blocks' sum and these scores, over the former
-    for (int64_t c = 0; c < keys.count; c++) largest = max(load(scores + c * width + r) * factor - lse, largest);
+    for (int64_t c = 0; c < keys.count; c++) {
+      const Floats x = load(scores + c * width + r) * factor - lse, capped = x > most ? most : x;
+      store(scores + c * width + r, capped);
+      largest = max(capped, largest);
+    }
     Floats total = exp2(-largest), slope{};
     for (int64_t c = 0; c < keys.count; c++) {
-      const Floats weight = exp2(load(scores + c * width + r) * factor - lse - largest);
+      const Floats weight = exp2(load(scores + c * width + r) - largest);
       total += weight;
       slope += weight * (load(slopes + c * width + r) - delta);
     }

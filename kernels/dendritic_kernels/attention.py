@@ -41,7 +41,8 @@ def block_sparse_attention(
     are padding: their keys are not seen. A query that sees no key gives zeros and passes no gradient; so do queries
     that stand at padding.
     Gradients reach q, k, v and, exactly, the gate of every kept block: dL/dgate is the sum over the block of
-    w * (dL/dw - delta), where w is the weight without the gate (Dao et al. 2022 give dL/dw and delta).
+    w * (dL/dw - delta), where w is the weight without the gate (Dao et al. 2022 give dL/dw and delta). The blocks of
+    `audit` are others than those in `lists`; from a query that keeps nothing their gates get nothing.
 
     Backends: `triton` (NVIDIA GPUs), `cpu` (PyTorch), `cpp` (C++, compiled on first use; products in
     float32, and of bfloat16 in the forward pass as such with sums in float32 where the processor has AVX512_BF16; falls

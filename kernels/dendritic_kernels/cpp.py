@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("attention.cpp")
+PROCESS = os.getpid()  # whose OpenMP threads PyTorch uses; a forked process has not got them
 PROCESSORS = {"AVX512": (16, ["-mavx512f", "-mfma"]), "AVX2": (8, ["-mavx2", "-mfma"]), "DEFAULT": (4, [])}
 
 
@@ -67,7 +68,7 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
     library.block_sparse_forward.argtypes = call + [pointer] * 5 + [ctypes.c_int]
     library.block_sparse_backward.argtypes = call + [pointer] * 7 + [number] + [pointer] * 4
     library.use_openmp.argtypes = [pointer]
-    library.use_openmp(_openmp())
+    if os.getpid() == PROCESS: library.use_openmp(_openmp())
     return library, None
 
 
@@ -80,7 +81,7 @@ def _openmp() -> int | None:
     except OSError: return None
     mapped = {Path(line.split(maxsplit=5)[5]) for line in lines if ".so" in line}
     runtimes = [path for path in mapped if path.name.startswith(("libgomp", "libomp", "libiomp"))]
-    package = Path(torch.__file__).parent
+    package = Path(torch.__file__).resolve().parent
     own = [path for path in runtimes if package in path.parents or package.with_name("torch.libs") in path.parents]
     if len(own or runtimes) != 1: return None
     try: return ctypes.cast(ctypes.CDLL(str((own or runtimes)[0])).GOMP_parallel, ctypes.c_void_p).value
@@ -112,8 +113,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tens
     if half: k, v = k.contiguous(), v.contiguous()
     else: q, (k, v) = q.float(), _floats(k, v)
     odd = half and (q.data_ptr() % 4 or any(stride % 2 for stride in q.stride()[:3]))  # pairs are read as one number
-    if q.stride(-1) != 1 or odd: q = q.contiguous()
+    if q.stride(-1) != 1 or odd: q = q.clone(memory_format=torch.contiguous_format)
     out, lse, (gate,) = torch.empty_like(q), torch.empty(q.shape[:3]), _floats(gate)
+    if out.stride(-1) != 1: out = torch.empty(q.shape, dtype=q.dtype)
     strides = (ctypes.c_int64 * 6)(*q.stride()[:3], *out.stride()[:3])
     _call(_library()[0].block_sparse_forward, q, k, v, spans, gate, block_size, causal, scale, out, lse, row_counts,
           row_index, strides, int(half))

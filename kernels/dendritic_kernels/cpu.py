@@ -218,6 +218,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
         for chunk in _chunks(audited):
             logs, slope, *_ = logs_and_slope(chunk)
             logs, slope = _by_block(logs, block_size), _by_block(slope, block_size)
+            logs.clamp_(max=1e30)  # infinite scores of dropped blocks are no NaN
             largest = logs.amax(-1, keepdim=True).clamp_(min=0)  # of the kept blocks' sum and these scores
             weights = logs.sub_(largest).exp_()
             set_gate(chunk, slope.mul_(weights).sum(-1).div_(weights.sum(-1).add_(largest.neg_().exp_()[..., 0])))

@@ -9,10 +9,14 @@ def fits(q: Tensor, k: Tensor, row_counts: Tensor, spans: Tensor | None, gate: T
     return plain and bool((row_counts == row_counts.shape[-1]).all())
 
 
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, row_counts: Tensor, row_index: Tensor, spans: None, gate: None,
             block_size: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     "Output like q, and the logarithm of the weights' sum (batch, heads, seq)."
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_rows(q, k, v), 0.0, causal, scale=scale)
     return out, lse.contiguous()
 
 
@@ -21,6 +25,6 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
              gate: None, audit_counts: None, audit_index: None, block_size: int, causal: bool,
              scale: float) -> tuple[Tensor, Tensor, Tensor, None]:
     "Gradients of q, k and v."
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad.contiguous(), q, k, v, out, lse,
-                                                                                0.0, causal, scale=scale)
+    given = grad.contiguous(), *_rows(q, k, v, out), lse
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
     return *(x.contiguous() for x in grads), None

@@ -219,7 +219,7 @@ def _change(q, grad, k, v, lse, delta, seen, scale, PRECISION: tl.constexpr):
     """What keeping a dropped block whole would add to the sum of grad * out. Bounded, where the derivative at a closed
     gate grows with the weight of what is left out."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E) - lse[:, None] * LOG2E
-    scores = tl.where(seen, scores, float("-inf"))
+    scores = tl.where(seen, tl.where(scores > 1e30, 1e30, scores), float("-inf"))  # infinite ones are no NaN
     largest = tl.maximum(tl.max(scores, 1), 0.0)  # of the kept blocks' sum and these scores, over the former
     weights = tl.exp2(scores - largest[:, None])
     slopes = weights * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])

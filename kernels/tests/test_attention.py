@@ -94,6 +94,13 @@ def test_layouts():
     expected = block_sparse_attention(q, k, v, lists, lengths=lengths.clone(), backend="dense")
     for backend in ("cpu", "auto"):
         torch.testing.assert_close(block_sparse_attention(*turned, lists, lengths=lengths, backend=backend), expected)
+        for of in (lists, BlockLists.from_mask(torch.ones_like(mask), 48, 16)):  # features apart, and overlapping rows
+            apart = q.transpose(2, 3).contiguous().transpose(2, 3)
+            same = block_sparse_attention(q, k, v, of, backend="dense")
+            torch.testing.assert_close(block_sparse_attention(apart, k, v, of, backend=backend), same)
+            sliding = torch.randn(2, 4, 79).unfold(2, 32, 1)
+            same = block_sparse_attention(sliding, k, v, of, backend="dense")
+            torch.testing.assert_close(block_sparse_attention(sliding, k, v, of, backend=backend), same)
         wide = block_sparse_attention(q, k[:, :1].expand_as(k), v[:, :1].expand_as(v), lists, backend=backend)
         torch.testing.assert_close(wide, block_sparse_attention(q, k[:, :1], v[:, :1], lists, backend="dense"))
 

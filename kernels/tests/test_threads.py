@@ -86,6 +86,33 @@ assert right() and tasks() == before, (before, tasks())
 """)
 
 
+@pytest.mark.skipif(cpp._openmp() is None, reason="PyTorch's OpenMP runtime was not found")
+def test_fewer_tasks_than_threads_end_no_threads():
+    "Else PyTorch has to start them again."
+    in_a_process("""
+torch.set_num_threads(4)
+large = torch.randn(512, 512)
+one = BlockLists.from_mask(torch.ones(1, 2, 1, 1, dtype=torch.bool), 16, 16)
+def both(): large.exp(), block_sparse_attention(q.detach()[:1, :2, :16], k.detach()[:1, :2, :16],
+                                                v.detach()[:1, :2, :16], one, backend="cpp")
+both()
+before = set(os.listdir("/proc/self/task"))
+for _ in range(5): both()
+assert set(os.listdir("/proc/self/task")) == before
+""")
+
+
+def test_a_fork_before_the_library_is_loaded():
+    "The child has none of the threads on which PyTorch computed."
+    in_a_process("""
+from dendritic_kernels import cpp
+cpp._library.cache_clear()
+torch.set_num_threads(4)
+torch.randn(512, 512).exp()
+assert child(right) == 0
+""")
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 def test_threads_of_its_own():
     in_a_process("""
