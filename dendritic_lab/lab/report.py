@@ -161,10 +161,11 @@ def all_figures(metrics: list[dict]) -> str:
 
 # %% ../../nbs/lab/04_report.ipynb #d637bc1f
 def checkpoint_table(checkpoints: list[dict]) -> str:
-    "Checkpoints of other runs that a run used, as HTML; empty where it used none."
+    "Checkpoints of other runs that a run used, as HTML that opens with a click; empty where it used none."
     columns = list(dict.fromkeys(name for c in checkpoints for name in c))
-    rows = [[c.get(name, "") for name in columns] for c in checkpoints]
-    return f"<p>This run used what other runs had trained:</p>{html_table(columns, rows)}" if rows else ""
+    rows = [[c.get(name) or "" for name in columns] for c in checkpoints]
+    files = f"{len(rows)} {'file' if len(rows) == 1 else 'files'}"
+    return fold(f"Trained by other runs and used here: {files}", html_table(columns, rows)) if rows else ""
 
 # %% ../../nbs/lab/04_report.ipynb #4a6cb475
 def data_row(record: dict) -> list[str]:  # one of environment.json's data
