@@ -61,9 +61,10 @@ class PooledTopK(nn.Module):
         fine = replace(layout, block_size=math.gcd(self.pool_size, layout.block_size))
         seen, _ = visible_blocks(fine, q.device)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        mass = grouped_products(*self.summaries(q, k, fine)).float() * scale
-        if layout.causal or layout.padding: mass = mass.masked_fill(~seen, -1e30).softmax(-1).masked_fill(~seen, 0)
-        else: mass = mass.softmax(-1)
+        logits = grouped_products(*self.summaries(q, k, fine)).float() * scale
+        some_hidden = layout.causal or layout.padding
+        mass = (logits.masked_fill(~seen, -1e30) if some_hidden else logits).softmax(-1)
+        if some_hidden: mass = mass.masked_fill(~seen, 0)  # rows that see nothing
         many, (rows, columns) = layout.block_size // fine.block_size, layout.blocks
         mass = F.pad(mass, (0, columns * many - mass.shape[-1], 0, rows * many - mass.shape[-2]))
         seeing = F.pad(seen.any(-1), (0, rows * many - seen.shape[-2])).unflatten(-1, (-1, many)).sum(-1)
