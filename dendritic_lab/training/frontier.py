@@ -143,6 +143,8 @@ class Frontier:
 
     def variant(self, name: str) -> Variant: return self.variants[name.removesuffix(".int8")]
 
+    def title(self, name: str) -> str: return self.variant(name).title + ", 8 bits" * name.endswith(".int8")
+
     def logits(self, name: str, split: str = "test") -> list[Tensor]:  # (texts, classes), one a fold
         "What the model of each fold says about its texts."
         arm, dot, bits = name.partition(".")

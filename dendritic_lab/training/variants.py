@@ -32,6 +32,15 @@ class Variant:
     @property
     def perforated(self) -> bool: return self.sparsity > 0 or self.keep_ratio < 1
 
+    @property
+    def title(self) -> str:
+        "What is left, in words."
+        parts = [f"{self.layers} layers"] * (self.layers is not None)
+        if self.tokens is not None: parts += [f"{'first and last' if self.tail else 'first'} {self.tokens} tokens"]
+        if self.sparsity: parts += [f"{1 - self.sparsity:.0%} of blocks"]
+        if self.keep_ratio < 1: parts += [f"{self.keep_ratio:.0%} of tokens"]
+        return " and ".join(parts) or "dense"
+
     def texts(self, task: TextTask) -> TextTask:
         "A task as this variant reads it."
         if self.tokens is None: return task
