@@ -163,8 +163,10 @@ def sparse_attention(
     """Attention over the kept blocks. A query that sees nothing, or stands at padding, gives zeros.
 
     A gate has a gradient at visible blocks that are dropped, too: what keeping the block would add to the sum of the
-    output's gradient times output.
+    output's gradient times output. Under autocast tensors get its type, as in PyTorch's attention.
     """
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     batch, heads = q.shape[:2]
     lists_of = lambda kept: BlockLists.from_mask(
         kept.expand(batch, heads, -1, -1), layout.keys, layout.block_size, layout.queries)

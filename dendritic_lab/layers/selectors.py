@@ -13,6 +13,7 @@ from .blocks import Layout, pool_tokens, visible_blocks, visible_tokens
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
@@ -145,7 +146,8 @@ SELECTORS = {"pooled": PooledTopK, "window": WindowSink, "oracle": Oracle}
 
 def check_sparsity(sparsity: float | Sequence[float]) -> float | tuple[float, ...]:
     "The same as a float, or as a tuple of one for each head. Raises `ValueError` outside of 0 to below 1."
-    shares = tuple(float(s) for s in sparsity) if isinstance(sparsity, Sequence) else (float(sparsity),)
-    if not shares or not all(0 <= s < 1 for s in shares):
-        raise ValueError(f"sparsity must be at least 0 and below 1, got {sparsity}")
-    return shares if isinstance(sparsity, Sequence) else shares[0]
+    several = isinstance(sparsity, Sequence) and not isinstance(sparsity, str)
+    shares = tuple(sparsity) if several else (sparsity,)
+    if not shares or not all(isinstance(s, Real) and 0 <= s < 1 for s in shares):
+        raise ValueError(f"sparsity must be at least 0 and below 1, got {sparsity!r}")
+    return tuple(map(float, shares)) if several else float(sparsity)

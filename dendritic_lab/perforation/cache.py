@@ -8,6 +8,9 @@ __all__ = ['METHODS', 'PrunedLayer', 'keep_tokens', 'recent_scores', 'key_differ
 
 # %% ../../nbs/perforation/02_cache.ipynb #4d675214
 import math
+import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from inspect import signature
 from numbers import Real
@@ -16,41 +19,51 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import ModelOutput
 
 from ..layers.blocks import Layout
 from ..layers.selectors import DistilledGate, grouped_products
-from .interface import Attachment, attention_modules, seen_by, transformers_models
+from .interface import (
+    Attachment, Handle, attention_modules, seen_by, transformers_models)
 
 # %% ../../nbs/perforation/02_cache.ipynb #bfb80072
 class PrunedLayer(DynamicLayer):
     "Keys and values (batch, kv_heads, kept + new, head_dim) of which `dropped` earlier tokens are missing."
 
-    def __init__(self, keys: Tensor, values: Tensor, dropped: int):
+    def __init__(self, keys: Tensor, values: Tensor, dropped: int, window: int):  # window: last ones, none missing
         super().__init__()
         self.lazy_initialization(keys, values)
-        self.keys, self.values, self.dropped = keys, values, dropped
+        self.keys, self.values, self.dropped, self.settled = keys, values, dropped, keys.shape[2] - window
 
     def get_seq_length(self) -> int: return super().get_seq_length() + self.dropped
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return super().get_seq_length() + query_length, self.dropped
 
+    def crop(self, tokens_to_remove: int):
+        "Remove the last tokens. Raises `ValueError` where tokens between them are missing."
+        if -tokens_to_remove > (there := self.keys.shape[2] - self.settled):
+            raise ValueError(f"of a pruned cache the last {there} tokens can be removed, asked for {-tokens_to_remove}:"
+                             " prune with a larger window, or let an assistant guess fewer tokens")
+        super().crop(tokens_to_remove)
+
     def reset(self):
         super().reset()
-        self.dropped = 0
+        self.dropped = self.settled = 0
 
 
 def keep_tokens(
     layer: DynamicLayer,
     scores: Tensor,  # (batch, kv_heads or 1, tokens), the higher the better
     number: int,  # tokens to keep, of each head
+    window: int,  # last tokens, which are among the best
 ) -> PrunedLayer:
     "The tokens with the highest scores, in their order."
     best = scores.expand(*layer.keys.shape[:3]).topk(number, -1).indices.sort(-1).values[..., None]
     keys, values = (x.gather(2, best.expand(-1, -1, -1, x.shape[-1])) for x in (layer.keys, layer.values))
-    return PrunedLayer(keys, values, layer.get_seq_length() - number)
+    return PrunedLayer(keys, values, layer.get_seq_length() - number, window)
 
 # %% ../../nbs/perforation/02_cache.ipynb #79266d4d
 def recent_scores(valid: Tensor, sinks: int) -> Tensor:  # (batch, tokens) bool -> (batch, 1, tokens)
@@ -90,22 +103,28 @@ def gate_votes(gate: DistilledGate, q: Tensor, k: Tensor, start: Sequence[int] |
 METHODS = ("recent", "keydiff", "snap", "gate")
 
 
-class CachePruning:
+class CachePruning(Handle):
     "Handle of a model whose cache is pruned; `prune_cache` makes it. It is a context manager that restores the model."
 
-    def __init__(self, model: nn.Module, keep: float, method: str, window: int, sinks: int, kernel_size: int,
+    def __init__(self, model: PreTrainedModel, keep: float, method: str, window: int, sinks: int, kernel_size: int,
                  gate: Sequence[DistilledGate] | None):
-        self.keep, self.method, self.window, self.sinks = keep, method, window, sinks
-        self.kernel_size, self.gate = kernel_size, gate
-        self.votes: dict[int, Tensor] = {}  # of each layer, in this forward pass
-        self.rows: list[dict] = []
-        self.skipped: dict[str, int] = {}
+        self.keep, self.method, self.window, self.sinks, self.kernel_size = keep, method, window, sinks, kernel_size
+        self.model, self.now = weakref.ref(model), threading.local()
+        self.counts: dict[int, Counter] = {}  # of each layer
+        self.skipped: Counter[str] = Counter()  # forward passes after which nothing was pruned, by reason
+        self.sliding = [getattr(x, "is_sliding", False) for x in DynamicCache(config=model.config).layers]
+        self.gates = dict(zip(attention_modules(model), gate or ()))
         self.place = Attachment(model, self) if method in ("snap", "gate") else None  # to see queries
         self.hooks = [model.register_forward_pre_hook(self.before, with_kwargs=True),
                       model.register_forward_hook(self.after, with_kwargs=True)]
 
+    @property
+    def votes(self) -> dict[int, Tensor]:  # of each layer, in this thread's forward pass
+        return vars(self.now).setdefault("votes", {})
+
+    @torch.compiler.disable
     def before(self, model: nn.Module, args: tuple, kwargs: dict):
-        self.votes.clear()
+        if model is self.model(): self.votes.clear()
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, proceed: Callable,
                  **kwargs) -> tuple[Tensor, Tensor | None]:
@@ -121,23 +140,28 @@ class CachePruning:
                 self.votes[layer] = F.pad(votes, (0, self.window), value=torch.inf)
             else:
                 starts = None if seen is None else seen[:, 0, -1].int().argmax(-1).tolist()
-                votes = gate_votes(self.gate[layer], last, k.detach(), starts, scale)
+                votes = gate_votes(self.gates[self.place.names[module]], last, k.detach(), starts, scale)
                 self.votes[layer] = F.pad(votes[..., :-self.window], (0, self.window), value=torch.inf)
         return proceed(q, k, v, mask, **kwargs)
 
+    @torch.compiler.disable
     def after(self, model: nn.Module, args: tuple, kwargs: dict, output):
+        if model is not self.model(): return
         kwargs = signature(model.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
-        cache = kwargs.get("past_key_values")
-        if cache is None: cache = getattr(output, "past_key_values", None)
         given = next((kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None), None)
-        if cache is None or given is None or given.shape[1] < self.window: return
-        why = self.prune(cache, kwargs.get("attention_mask"))
-        if why: self.skipped[why] = self.skipped.get(why, 0) + 1
+        if given is None or given.shape[1] < 2: return
+        parts = output.to_tuple() if isinstance(output, ModelOutput) else output if isinstance(output, tuple) else ()
+        cache = next((x for x in (kwargs.get("past_key_values"), *parts) if isinstance(x, Cache)), None)
+        if cache is None: why = "no cache"
+        elif given.shape[1] < self.window: why = "fewer tokens than the window"
+        else: why = self.prune(cache, kwargs.get("attention_mask"))
+        if why: self.skipped[why] += 1
 
-    def prune(self, cache: DynamicCache, attention_mask: Tensor | None) -> str | None:
+    def prune(self, cache: Cache, attention_mask: Tensor | None) -> str | None:
         "Drop tokens from a cache after a forward pass. Returns why not, if it cannot."
         if not isinstance(cache, DynamicCache): return f"{type(cache).__name__} is not dynamic"
-        full = {i: x for i, x in enumerate(cache.layers) if isinstance(x, DynamicLayer) and not x.is_sliding}
+        windowed = lambda i, x: x.is_sliding or i < len(self.sliding) and self.sliding[i]
+        full = {i: x for i, x in enumerate(cache.layers) if isinstance(x, DynamicLayer) and not windowed(i, x)}
         if not full: return "no layer without a sliding window"
         if any(type(x) not in (DynamicLayer, PrunedLayer) for x in full.values()): return "layers of another kind"
         first = next(iter(full.values()))
@@ -147,20 +171,21 @@ class CachePruning:
         if number >= tokens: return "no more tokens than are to be kept"
         valid = torch.ones(batch, tokens, dtype=torch.bool, device=first.keys.device)
         if attention_mask is not None:
-            if attention_mask.dim() != 2 or attention_mask.shape[1] < length: return "mask of another form"
+            if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or attention_mask.shape[1] < length:
+                return "mask of another form"
             valid = attention_mask[:, length - tokens:length].bool().to(valid.device)
             if not (valid == valid.cummax(-1).values).all() or not valid[:, -1].all(): return "padding after a text"
         if self.place and any(i not in self.votes for i in full): return "attention was not seen"
-        bytes_of = lambda x: x.keys.nbytes + x.values.nbytes
         for i, layer in full.items():
             if self.method == "recent": scores = recent_scores(valid, self.sinks)
             else:
                 votes = self.votes[i] if self.place else self.differences(layer.keys, valid)
                 if layer.keys.shape[1] == 1: votes = votes.mean(1, keepdim=True)  # a cache that all heads share
                 scores = votes.masked_fill(~valid[:, None], -torch.inf)
-            cache.layers[i] = keep_tokens(layer, scores, number)
-            self.rows.append(dict(layer=i, length=length, tokens=tokens, kept=number, bytes_before=bytes_of(layer),
-                                  bytes_after=bytes_of(cache.layers[i])))
+            cache.layers[i] = pruned = keep_tokens(layer, scores, number, self.window)
+            before, after = (x.keys.nbytes + x.values.nbytes for x in (layer, pruned))
+            self.counts.setdefault(i, Counter()).update(
+                prunings=1, tokens=tokens, kept=number, bytes_before=before, bytes_after=after)
         self.votes.clear()
 
     def differences(self, keys: Tensor, valid: Tensor) -> Tensor:  # (batch, kv_heads, tokens)
@@ -168,29 +193,32 @@ class CachePruning:
         return F.pad(key_differences(keys, valid)[..., :-self.window], (0, self.window), value=torch.inf)
 
     def report(self) -> pd.DataFrame:
-        """A row for each layer and each time that its cache was pruned.
+        """A row for each layer, and a last one for what was not pruned.
 
-        - `length`: tokens of the text so far; `tokens`: those in the cache before; `kept`: after
-        - `bytes_before`, `bytes_after`: of keys and values of the whole batch
-
-        What could not be pruned is counted in `skipped`.
+        - `prunings`: how often; `tokens`: in the cache before, `kept`: after, of each text, summed over prunings
+        - `bytes_before`, `bytes_after`: of keys and values of the whole batch, summed too
+        - `why`: reasons for which nothing was pruned after a forward pass of more than one token
         """
-        return pd.DataFrame(self.rows, columns=["layer", "length", "tokens", "kept", "bytes_before", "bytes_after"])
+        rows = [dict(layer=i) | count | dict(why="") for i, count in sorted(self.counts.items())]
+        why = "; ".join(f"{reason}: {n}" for reason, n in self.skipped.most_common())
+        columns = "prunings", "tokens", "kept", "bytes_before", "bytes_after"
+        if why: rows.append(dict(layer="none") | dict.fromkeys(columns, 0) | dict(why=why))
+        return pd.DataFrame(rows, columns=["layer", *columns, "why"])
 
-    def restore(self):
-        "Leave the model. Caches that were pruned stay usable."
+    def leave(self):
         for hook in self.hooks: hook.remove()
         if self.place is not None: self.place.release()
-        self.hooks, self.place = [], None
 
-    def __enter__(self): return self
+    def __repr__(self) -> str:
+        skipped = "".join(f", not pruned: {why} ({n})" for why, n in self.skipped.items())
+        times = max((count["prunings"] for count in self.counts.values()), default=0)
+        return f"{super().__repr__()[:-1]}, {self.method}, keep={self.keep:g}, {times} prunings{skipped})"
 
-    def __exit__(self, *_): self.restore()
 
 # %% ../../nbs/perforation/02_cache.ipynb #5fc2db03
 def prune_cache(
-    model: nn.Module,  # a decoder of transformers, the module that is called or that generates
-    keep: float = 0.25,  # share of the text's tokens, above 0 to 1; the window and the first tokens are always kept
+    model: nn.Module,  # a decoder of transformers, or what has one in it
+    keep: float = 0.25,  # share of the text's tokens, above 0 to 1, but at least window + sinks
     method: str = "snap",  # one of `METHODS`: "recent", "keydiff", "snap" or "gate"
     window: int = 32,  # last tokens: always kept, and whose queries vote
     sinks: int = 4,  # first tokens that "recent" always keeps
@@ -199,9 +227,17 @@ def prune_cache(
 ) -> CachePruning:
     """Prune a model's dynamic caches after each prompt, until the handle restores it.
 
-    Raises `ValueError` for settings that do not fit, and naming what is not reached if attention has to be heard.
+    Raises `ValueError` for settings that do not fit, for a model whose cache is pruned already or that is no decoder,
+    and naming what is not reached: attention that does not ask the interface may count distances in the cache (ALiBi).
     """
-    transformers_models(model)
+    decoder = transformers_models(model)[0][1]
+    layers = len(attention_modules(decoder))
+    if getattr(decoder.config, "is_encoder_decoder", False):
+        raise ValueError(f"expected a decoder, got {type(decoder).__name__}")
+    hooks = [hook for _, part in transformers_models(model) for hook in part._forward_hooks.values()]
+    handles = [h for h in (getattr(hook, "__self__", None) for hook in hooks) if isinstance(h, CachePruning)]
+    if any(h.model() is part for h in handles for _, part in transformers_models(model)):
+        raise ValueError("the model's cache is pruned already: restore its handle first")
     if not isinstance(keep, Real) or not 0 < keep <= 1:
         raise ValueError(f"keep must be above 0 and at most 1, got {keep!r}")
     if method not in METHODS: raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
@@ -212,7 +248,7 @@ def prune_cache(
     if (method == "gate") != (gate is not None):
         raise ValueError("method 'gate' needs gate=, a trained DistilledGate for each layer, and no other method does")
     if gate is not None:
-        layers, gates = len(attention_modules(model)), isinstance(gate, Sequence | nn.ModuleList) and [*gate]
+        gates = isinstance(gate, Sequence | nn.ModuleList) and [*gate]
         if not gates or len(gates) != layers or not all(isinstance(g, DistilledGate) for g in gates):
             raise ValueError(f"expected {layers} gates of the type DistilledGate, one for each layer, got {gate!r}")
-    return CachePruning(model, keep, method, window, sinks, kernel_size, gate)
+    return CachePruning(decoder, keep, method, window, sinks, kernel_size, gate)

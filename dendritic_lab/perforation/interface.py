@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['NAME', 'asks_registry', 'transformers_models', 'attention_modules', 'unreached_modules', 'is_causal', 'additive_mask',
-           'eager_attention', 'dense_attention', 'Handler', 'Seat', 'former_implementation', 'is_known', 'attend',
-           'Attachment', 'handlers_of', 'seen_by', 'decipher', 'read_mask']
+           'eager_attention', 'dense_attention', 'Handler', 'Place', 'Seat', 'named', 'former_implementation',
+           'is_known', 'attend', 'mask_as_before', 'Attachment', 'handlers_of', 'Handle', 'seen_by', 'decipher',
+           'read_mask']
 
 # %% ../../nbs/perforation/00_interface.ipynb #809c9785
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Protocol
@@ -97,7 +99,11 @@ def dense_attention(
     former: str,  # the implementation that the model had
     **kwargs,  # as transformers gives them
 ) -> tuple[Tensor, Tensor | None]:  # (batch, queries, heads, head_dim), weights if they were asked for
-    "A model's own attention over all blocks: `eager` where it was so or has to be so, PyTorch's fused attention else."
+    """A model's own attention over all blocks: `eager` where it was so or has to be so, PyTorch's fused attention else.
+
+    Raises `NotImplementedError` for what neither of them computes."""
+    if chosen := [name for name in ("indices", "block_indices") if kwargs.get(name) is not None]:
+        raise NotImplementedError(f"{type(module).__name__} chooses keys itself ({', '.join(chosen)})")
     extras = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     eager = eager_attention(module)
     if former == "eager" or extras or kwargs.get("output_attentions"):
@@ -120,22 +126,44 @@ class Handler(Protocol):
         "Answer a call, or pass it on with `proceed(q, k, v, mask, **kwargs)`."
 
 
+class Place(str):
+    "Our name in a configuration. It equals the name of what computes dense calls, too, and is copied as the former."
+
+    def __new__(cls, former: str | None):
+        self = super().__new__(cls, NAME)
+        self.former = former
+        return self
+
+    def __eq__(self, other) -> bool:
+        return str.__eq__(self, other) or other == ("eager" if self.former == "eager" else "sdpa")
+
+    def __ne__(self, other) -> bool: return not self == other
+
+    __hash__ = str.__hash__  # by which the registry finds it
+
+    def __reduce__(self): return str, (self.former or "sdpa",)
+
+
 class Seat:
     "A configuration whose attention is taken over, and what it was before."
 
     def __init__(self, config: PreTrainedConfig):
-        self.config, self.former, self.users = config, config._attn_implementation, 0
+        self.config, self.former, self.users = config, named(config), 0
 
 
 _handlers: WeakKeyDictionary[nn.Module, list[Handler]] = WeakKeyDictionary()
 _seats: dict[int, Seat] = {}  # by the configuration's id
 
 
+def named(config: PreTrainedConfig | None) -> str | None:
+    "The attention implementation of a configuration, or what it was before it was taken over."
+    name = getattr(config, "_attn_implementation", None)
+    return name.former if isinstance(name, Place) else name
+
+
 def former_implementation(module: nn.Module) -> str:
     "The attention implementation of a module's model before it was taken over."
-    config = getattr(module, "config", None)
-    seat = _seats.get(id(config))
-    return (getattr(config, "_attn_implementation", None) if seat is None else seat.former) or "sdpa"
+    return named(getattr(module, "config", None)) or "sdpa"
 
 
 def is_known(implementation: str) -> bool:
@@ -153,12 +181,19 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attenti
     return answer(query, key, value, attention_mask, **kwargs)
 
 
+def mask_as_before(*args, config: PreTrainedConfig | None = None, **kwargs) -> Tensor | None:
+    "The mask of PyTorch's fused attention; where the model was eager never left out as plain causality."
+    if named(config) == "eager": kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, config=config, **kwargs)
+
+
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, mask_as_before)
 
 # %% ../../nbs/perforation/00_interface.ipynb #41899fa4
 class Attachment:
     "One handler's place at a model."
+    passes = 0  # forward passes of all models that began so far
 
     def __init__(self, model: nn.Module, handler: Handler, nearest: bool = False):  # to the attention, of all handlers
         "Raises `ValueError` naming what is not reached, and for a model with an attention function of one's own."
@@ -174,7 +209,7 @@ class Attachment:
         self.seats = [_seats.setdefault(i, Seat(config)) for i, config in configs.items()]
         for seat in self.seats:
             seat.users += 1
-            seat.config._attn_implementation_internal = NAME
+            seat.config._attn_implementation_internal = Place(seat.former)
         for module in modules.values():
             others = _handlers.setdefault(module, [])
             others.insert(0 if nearest else len(others), handler)
@@ -182,27 +217,58 @@ class Attachment:
             part.register_forward_pre_hook(partial(self.listen, 1), with_kwargs=True),
             part.register_forward_hook(partial(self.listen, -1), with_kwargs=True, always_call=True))]
 
+    def __deepcopy__(self, memo): return self  # a copy of the model has no place of its own
+
     def listen(self, change: int, model: nn.Module, args: tuple, kwargs: dict, *output):
+        if change > 0: Attachment.passes += 1
         if kwargs.get("output_attentions"): self.listening += change
 
     @property
     def weights_wanted(self) -> bool: return self.listening > 0
 
     def release(self):
-        "Give the place back. The last one to leave a configuration restores it."
+        "Give the place back. The last one to leave a configuration restores it, unless somebody else changed it."
         for hook in self.hooks: hook.remove()
         for module in self.names: _handlers[module].remove(self.handler)
         for seat in self.seats:
             seat.users -= 1
             if seat.users: continue
-            seat.config._attn_implementation_internal = seat.former
             _seats.pop(id(seat.config), None)
+            name = seat.config._attn_implementation
+            if isinstance(name, Place): seat.config._attn_implementation_internal = seat.former
+            else: warnings.warn(f"attention became {name!r} meanwhile, was not heard from then on, and stays so",
+                                stacklevel=3)
         self.hooks, self.seats, self.names = [], [], WeakKeyDictionary()
 
 
 def handlers_of(model: nn.Module) -> list[Handler]:
     "Who hears or answers a model's attention, the nearest to it first."
     return [h for m in model.modules() for h in _handlers.get(m, ())]
+
+
+class Handle:
+    "What changes a model until it is restored: a context manager, once."
+    active = True
+
+    def leave(self): "Undo the change."
+
+    def restore(self):
+        "Give the model back as it was."
+        if self.active: self.leave()
+        self.active = False
+
+    def check_active(self):
+        if not self.active: raise RuntimeError(f"{self!r}: the model has to be changed anew")
+
+    def __enter__(self):
+        self.check_active()
+        return self
+
+    def __exit__(self, *_): self.restore()
+
+    def __deepcopy__(self, memo): return self  # a copy of the model is not changed
+
+    def __repr__(self) -> str: return f"{type(self).__name__}({'active' if self.active else 'restored'})"
 
 # %% ../../nbs/perforation/00_interface.ipynb #a82cb0c0
 def seen_by(mask: Tensor) -> Tensor | str:
@@ -248,7 +314,7 @@ def read_mask(
     "The layout that a mask stands for, or why it is none. Its `keys` are those in use."
     if mask is None and causal: return Layout(queries, queries, block_size, True)
     if mask is None: return Layout(queries, keys, block_size) if queries == keys else "queries of another sequence"
-    version = 0 if mask.is_inference() else mask._version
+    version = Attachment.passes if mask.is_inference() else mask._version
     key, known = (queries, keys, block_size, version), getattr(mask, "known_layout", None)
     if known is None or known[0] != key:
         known = mask.known_layout = (key, decipher(mask, queries, keys, block_size))
