@@ -133,16 +133,17 @@ class CachePruning(Handle):
         if q.shape[2] >= self.window and layer is not None:
             last, scale = q[:, :, -self.window:].detach(), kwargs.get("scaling") or q.shape[-1] ** -0.5
             seen = None if mask is None else seen_by(mask[:, :, -self.window:])
-            if isinstance(seen, str): pass
-            elif self.method == "snap":
-                votes = window_votes(last, k.detach(), seen, scale)[..., :-self.window]  # the window itself is kept
-                votes = F.avg_pool1d(votes, self.kernel_size, 1, self.kernel_size // 2)
-                self.votes[layer] = F.pad(votes, (0, self.window), value=torch.inf)
-            else:
-                starts = None if seen is None else seen[:, 0, -1].int().argmax(-1).tolist()
-                votes = gate_votes(self.gates[self.place.names[module]], last, k.detach(), starts, scale)
-                self.votes[layer] = F.pad(votes[..., :-self.window], (0, self.window), value=torch.inf)
+            if not isinstance(seen, str): self.votes[layer] = self.heard(module, last, k.detach(), seen, scale)
         return proceed(q, k, v, mask, **kwargs)
+
+    def heard(self, module: nn.Module, q: Tensor, k: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+        "Votes of the last queries (batch, kv_heads, tokens), averaged over neighbours; the window itself is kept."
+        if self.method == "snap": votes = window_votes(q, k, seen, scale)
+        else:
+            starts = None if seen is None else seen[:, 0, -1].int().argmax(-1).tolist()
+            votes = gate_votes(self.gates[self.place.names[module]], q, k, starts, scale)
+        votes = F.avg_pool1d(votes[..., :-self.window], self.kernel_size, 1, self.kernel_size // 2)
+        return F.pad(votes, (0, self.window), value=torch.inf)
 
     @torch.compiler.disable
     def after(self, model: nn.Module, args: tuple, kwargs: dict, output):
@@ -222,7 +223,7 @@ def prune_cache(
     method: str = "snap",  # one of `METHODS`: "recent", "keydiff", "snap" or "gate"
     window: int = 32,  # last tokens: always kept, and whose queries vote
     sinks: int = 4,  # first tokens that "recent" always keeps
-    kernel_size: int = 5,  # odd; tokens over which votes of "snap" are averaged
+    kernel_size: int = 31,  # odd; tokens over which votes of "snap" and "gate" are averaged; SnapKV has 5 and 7
     gate: Sequence[DistilledGate] | None = None,  # one for each layer, for "gate"
 ) -> CachePruning:
     """Prune a model's dynamic caches after each prompt, until the handle restores it.
