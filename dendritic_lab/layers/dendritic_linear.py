@@ -68,9 +68,10 @@ class DendriticLinear(nn.Module):
         nn.init.zeros_(self.lateral_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        y, *inputs = F.linear(x, self.weight, self.bias).split(self.out_features, -1)
-        dendrites, a = [], iter(self.lateral_scale)
-        for j, (c, z) in enumerate(zip(self.output_scale, inputs)):
+        scales = self.output_scale.unbind()
+        y, *inputs = F.linear(x, self.weight, self.bias).chunk(len(scales) + 1, -1)
+        dendrites, a = [], iter(self.lateral_scale.unbind())
+        for j, (c, z) in enumerate(zip(scales, inputs)):
             for i, d in enumerate(dendrites): z = z.addcmul_(next(a), d) if i else z.addcmul(next(a), d)
             dendrites.append(self.activation(z))
             y = y.addcmul_(c, dendrites[-1]) if j else y.addcmul(c, dendrites[-1])
