@@ -7,7 +7,7 @@ __all__ = ['DEMO', 'PLAIN', 'comments', 'parameters', 'Argument', 'header', 'arg
            'table_code', 'parameter_table', 'docstring', 'describe_function', 'fields', 'method_table',
            'describe_class', 'describe', 'only_imports', 'plain', 'has_figure', 'exported_cell', 'code_cell',
            'page_links', 'page_cells', 'notebooks', 'page_of', 'title_and_line', 'code_of', 'imported_modules',
-           'module_of', 'system_of', 'experiments_of_record', 'module_pages', 'users_of', 'write_page',
+           'module_of', 'system_of', 'leads', 'experiments_of_record', 'module_pages', 'users_of', 'write_page',
            'library_footer', 'plain_modules', 'module_page', 'stage_notebooks', 'stage_modules']
 
 # %% ../../nbs/lab/11_reference.ipynb #551e3952
@@ -253,6 +253,11 @@ def system_of(notebook: Path) -> str:
     "The system that an experiment's notebook gives to `begin`; its own name where it gives none."
     found = re.search(r"\bbegin\(\s*[\"']\w+[\"'],\s*(?:system\s*=\s*)?[\"'](\w+)", code_of(notebook))
     return found[1] if found else notebook.stem
+
+
+def leads(notebook: Path) -> bool:
+    "Whether an experiment's notebook says that it stands for its system."
+    return re.search(r"^#\|\s*leads\b", code_of(notebook), re.MULTILINE) is not None
 
 
 def experiments_of_record(root: Path) -> dict[str, Experiment]:

@@ -18,7 +18,8 @@ import yaml
 from .claims import reference_runs
 from .experiments import Experiment
 from .record import verdict_on
-from .reference import experiments_of_record, notebooks, system_of, table_cell, title_and_line
+from .reference import (
+    experiments_of_record, leads, notebooks, system_of, table_cell, title_and_line)
 
 # %% ../../nbs/lab/12_results.ipynb #cd2d5b05
 def systems(root: Path) -> dict[str, str]:
@@ -36,6 +37,7 @@ class Result:
     run: Path | None = None  # None: it has no run of record whose summary can be read
     summary: dict | None = None  # the content of summary.json
     others: Sequence[tuple[Path, dict]] = ()  # the newest of its other profiles
+    leads: bool = False  # whether it is to stand for its system
 
     @property
     def name(self) -> str: return self.experiment.name
@@ -79,7 +81,7 @@ def results(root: Path) -> list[Result]:
     for name, experiment in experiments_of_record(root).items():
         (run, summary), *others = newest_summaries(root, name) or [(None, None)]
         system = summary["system"] or name if summary else system_of(experiment.notebook)
-        found.append(Result(experiment, system, run, summary, others))
+        found.append(Result(experiment, system, run, summary, others, leads(experiment.notebook)))
     order = list(systems(root))
     return sorted(found, key=lambda r: (order.index(r.system) if r.system in order else len(order), r.system))
 
@@ -101,7 +103,8 @@ def claims_answered(run: Path) -> int:
 def main_result(found: list[Result]) -> Result | None:
     "The result that stands for a system; None where nothing is measured."
     measured = [r for r in found if r.summary]
-    return max(measured, key=lambda r: (r.name == r.system, r.figure is not None, claims_answered(r.run)), default=None)
+    rank = lambda r: (r.leads, r.name == r.system, r.figure is not None, claims_answered(r.run))
+    return max(measured, key=rank, default=None)
 
 
 def results_table(root: Path, report) -> str:  # report(result): the address of a result's report
