@@ -215,7 +215,6 @@ class CachePruning(Handle):
         times = max((count["prunings"] for count in self.counts.values()), default=0)
         return f"{super().__repr__()[:-1]}, {self.method}, keep={self.keep:g}, {times} prunings{skipped})"
 
-
 # %% ../../nbs/perforation/02_cache.ipynb #5fc2db03
 def prune_cache(
     model: nn.Module,  # a decoder of transformers, or what has one in it

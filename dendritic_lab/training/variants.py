@@ -36,7 +36,7 @@ class Variant:
     def title(self) -> str:
         "What is left, in words."
         parts = [f"{self.layers} layers"] * (self.layers is not None)
-        if self.tokens is not None: parts += [f"{'first and last' if self.tail else 'first'} {self.tokens} tokens"]
+        if self.tokens is not None: parts += [f"{self.tokens} {'outer' if self.tail else 'first'} tokens"]
         if self.sparsity: parts += [f"{1 - self.sparsity:.0%} of blocks"]
         if self.keep_ratio < 1: parts += [f"{self.keep_ratio:.0%} of tokens"]
         return " and ".join(parts) or "dense"
