@@ -42,7 +42,8 @@ def test_claims_are_joined_with_the_reference_runs(ask, root):
     assert done.exit_code == 0, done.stderr
     claims = {c["id"]: c for c in json.loads(done.stdout)}
     assert claims["dsn.encoder_layers_of_base"]["status"] == "inconsistent"
-    assert claims["perforated.glue.CoLA.base"]["status"] == "cannot be run here"
+    assert claims["perforated.glue.QQP.base"]["status"] == "cannot be run here"
+    assert claims["perforated.glue.CoLA.base"]["status"] == "measured elsewhere"
     for claim in claims.values(): assert bool(claim["measured"]) == (claim["run"] is not None)
 
 
