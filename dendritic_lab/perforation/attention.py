@@ -86,7 +86,7 @@ class Perforation(Handle):
             raise ValueError(f"expected one sparsity or {len(self.names)}, one for each layer, got {len(each)}")
         each = [check_sparsity(s) for s in each]
         for i, (shares, heads) in enumerate(zip(each, self.heads)):
-            if isinstance(shares, tuple) and heads is not None and len(shares) not in (1, heads):
+            if isinstance(shares, tuple) and isinstance(heads, int) and len(shares) not in (1, heads):
                 raise ValueError(f"expected one sparsity for layer {i} or {heads}, for each head, got {len(shares)}")
         self.sparsity = each
 

@@ -245,7 +245,7 @@ def handlers_of(model: nn.Module) -> list[Handler]:
     "Who hears or answers a model's attention, the nearest to it first."
     return [h for m in model.modules() for h in _handlers.get(m, ())]
 
-
+# %% ../../nbs/perforation/00_interface.ipynb #a7c1e0d2
 class Handle:
     "What changes a model until it is restored: a context manager, once."
     active = True
