@@ -42,7 +42,9 @@ class DendriticGating(nn.Module):
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"expected (batch, tokens, {self.dim}), got {tuple(x.shape)}")
         hidden = F.gelu(self.inner(x)).view(-1, self.num_branches, self.hidden_dim).transpose(0, 1)
-        logits = torch.baddbmm(self.bias[:, None, None], hidden, self.weight[..., None])  # (num_branches, tokens, 1)
+        with torch.autocast(x.device.type, enabled=False):  # in bfloat16 a rank would be decided by rounding
+            hidden = hidden.to(self.weight.dtype)
+            logits = torch.baddbmm(self.bias[:, None, None], hidden, self.weight[..., None])  # (branches, tokens, 1)
         return logits.view(self.num_branches, *x.shape[:2]).permute(1, 2, 0)
 
     def branch_scores(self, x: Tensor) -> Tensor:  # (batch, tokens, dim) -> (batch, tokens, num_branches)

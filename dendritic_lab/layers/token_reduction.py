@@ -6,7 +6,7 @@
 __all__ = ['RandomGate', 'cls_attention', 'EViTGate', 'merge_tokens', 'ToMeGate', 'TokenPredictor', 'DynamicViTGate']
 
 # %% ../../nbs/layers/12_token_reduction.ipynb #638df654
-from .token_selection import keep_ratio_loss, rank_tokens, top_k_mask
+from .token_selection import rank_tokens, top_k_mask
 from .tokens import Gate, Tokens, gather_tokens, mask_tokens, merged_positions
 
 # %% ../../nbs/layers/12_token_reduction.ipynb #ee50d654
@@ -166,7 +166,8 @@ class DynamicViTGate(Gate):
         if not masked: return gather_tokens(tokens, rank_tokens(keeping), 1 + count, count)
         if not self.training: return mask_tokens(tokens, top_k_mask(keeping, count, kept=tokens.kept), count)
         keep = self.predictor.draw(log_probabilities)
-        tokens.penalties.append(self.keep_weight * keep_ratio_loss(keep, count / tokens.candidates, tokens.kept))
+        left = (keep if tokens.kept is None else keep * tokens.kept)[:, 1:].mean(1)  # share of an image's patches
+        tokens.penalties.append(self.keep_weight * (left - count / (keep.shape[1] - 1)).square().mean())
         return mask_tokens(tokens, keep, count)
 
     def operations(self, before: int, width: int, heads: int, state_dim: int) -> dict[str, int]:

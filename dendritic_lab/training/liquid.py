@@ -61,7 +61,8 @@ def build_arm(
     if name in PARTS | OPEN: model = LiquidViT(replace(full, **(PARTS | OPEN)[name]))
     elif name not in RIVALS: raise ValueError(f"unknown arm {name!r}; known: {', '.join((*ARMS, *OPEN))}")
     else:
-        count = len(full.gate_layers)
+        if name == "tome" and full.depth > 1: plain = replace(plain, gate_layers=range(1, full.depth))
+        count = len(plain.gate_layers)
         learned = (full.width, 1.0, full.keep_weight / count)  # DynamicViT's gate is made for a width
         model = LiquidViT(plain, [RIVALS[name](*learned if name == "dynamicvit" else (1.0,)) for _ in range(count)])
     if name in (*RIVALS, "sparse", "sparse_gating", "attentive") and full.selection == "topk":

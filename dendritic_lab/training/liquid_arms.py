@@ -36,36 +36,40 @@ class Recipe:
     tuning_epochs: int = 6  # of what starts from a trained baseline, and learns from it
     tuning_rates: Sequence[float] = (2e-4,)  # to choose from, for these
     gates: float = 5.0  # rate of new gates in a trained model, over that of its other parameters
-    trial_images: int = 10_000  # for choosing a rate
-    trial_share: float = 0.2  # of the epochs, for choosing a rate
+    trial_images: int = 20_000  # for choosing a rate
+    trial_shares: tuple[float, float] = (0.2, 0.34)  # of the epochs and of the tuning epochs, for choosing a rate
     batch_size: int = 64
     warmup: float = 0.1  # share of the steps
     anneal: float = 0.5  # share of the epochs until the gates' temperature has fallen
-    soft: float = 0.1  # share of the epochs, at first, in which tokens are dimmed but none is dropped
+    soft: float = 0.1  # share of the epochs, at first, in which tokens are dimmed but none is dropped; tuning has none
     augment: str = "shift"  # shift and, where it makes sense, mirror; or "rand": timm's RandAugment after it
     mixup: bool = False  # timm's Mixup and CutMix
     label_smoothing: float = 0.0
     drop_path: float = 0.0
     average: float | None = None  # decay of the weights' running mean
+    tuning_average: float | None = None  # the same of what starts from a trained baseline: it has fewer steps
     precision: str = "no"
     compile: bool = False
 
-    def steps(self, epochs: int) -> dict[str, int]:
-        "Settings of `train_liquid` that follow from the number of epochs."
-        anneal_epochs, soft_epochs = max(1, round(self.anneal * epochs)), round(self.soft * epochs)
-        return dict(epochs=epochs, anneal_epochs=anneal_epochs, soft_epochs=soft_epochs)
+    def settings(self, tuned: bool) -> dict:
+        "Those of `train_liquid` that differ between a start from scratch and one from a trained baseline."
+        epochs = self.tuning_epochs if tuned else self.epochs
+        return dict(epochs=epochs, anneal_epochs=max(1, round(self.anneal * epochs)),
+                    soft_epochs=0 if tuned else round(self.soft * epochs), gates=self.gates if tuned else 1.0,
+                    average=self.tuning_average if tuned else self.average)
 
     def trial(self) -> "Recipe":
         "Of short trainings; a mean over so few steps would be of the first ones."
-        share = lambda epochs: max(1, round(self.trial_share * epochs))
-        return replace(self, average=None, epochs=share(self.epochs), tuning_epochs=share(self.tuning_epochs))
+        whole = self.epochs, self.tuning_epochs
+        epochs, tuning = (max(1, round(share * of)) for share, of in zip(self.trial_shares, whole))
+        return replace(self, average=None, tuning_average=None, epochs=epochs, tuning_epochs=tuning)
 
 
 shared = dict(label_smoothing=0.1, precision="bf16")
 RECIPES = {
-    "plain": Recipe(), "smooth": Recipe(batch_size=128, average=0.999, **shared),
-    "document": Recipe(batch_size=256, anneal=0.2, soft=0.04, mixup=True, drop_path=0.1, average=0.9998, compile=True,
-                       **shared)}
+    "plain": Recipe(), "smooth": Recipe(batch_size=128, average=0.999, tuning_average=0.99, **shared),
+    "document": Recipe(batch_size=256, anneal=0.2, soft=0.04, mixup=True, drop_path=0.1, average=0.9998,
+                       tuning_average=0.999, compile=True, **shared)}
 
 # %% ../../nbs/training/13_liquid_arms.ipynb #5615ce43
 Split = tuple[Tensor, Tensor]  # (images, 3, height, width) uint8 pixels, (images,) labels
@@ -141,12 +145,11 @@ class Course:
         model = self.untrained(arm)
         if teacher is not None: model.load_state_dict(teacher.state_dict(), strict=False)  # the gates stay fresh
         if recipe.compile: model.compile()
-        epochs, gates = (recipe.epochs, 1.0) if teacher is None else (recipe.tuning_epochs, recipe.gates)
         done = train_liquid(
-            model, train_batches(self.splits["train"], recipe, self.flip, self.full.classes), lr=lr, gates=gates,
+            model, train_batches(self.splits["train"], recipe, self.flip, self.full.classes), lr=lr,
             teacher=teacher, evaluate=scorer(image_batches(pixels, labels, 256), labels), warmup=recipe.warmup,
-            average=recipe.average, precision=recipe.precision, seed=seed, checkpoint=checkpoint,
-            description=checkpoint.name if checkpoint else f"{arm[0]}, seed {seed}", **recipe.steps(epochs))
+            precision=recipe.precision, seed=seed, checkpoint=checkpoint, **recipe.settings(teacher is not None),
+            description=checkpoint.name if checkpoint else f"{arm[0]}, seed {seed}")
         history = torch.tensor(list(json.dumps(done.history).encode()), dtype=torch.uint8)
         found = {"lr": torch.tensor(lr, dtype=torch.float64), "history": history, "weights": model.state_dict()}
         if "test" not in self.splits: return found
@@ -230,14 +233,13 @@ def corrupted_results(
     folder: Path | None = None,  # that processes share
 ) -> dict[str, np.ndarray]:  # of each arm (seeds, images, kinds, severities) bool
     "Which images every model is right about, under every corruption."
-    def answers(seed: int, kind: str) -> dict[str, Tensor]:
-        models = {name: of[seed].model for name, of in trained.items()}
+    seeds = range(min(map(len, trained.values())))
+
+    def answers(kind: str) -> dict[str, Tensor]:
+        models = {f"{name}-{seed}": of[seed].model for name, of in trained.items() for seed in seeds}
         return corrupted_answers(models, partial(test_set, kind), severities)
 
-    seeds = range(min(map(len, trained.values())))
-    about = "-".join(map(str, (*trained, *severities)))
-    named = lambda kind, seed: f"{kind}-{seed}-{about}"
-    jobs = {named(kind, seed): kept(partial(answers, seed, kind)) for seed in seeds for kind in kinds}
-    done = share_jobs(jobs, folder)
-    of = lambda name, seed: np.stack([done[named(kind, seed)][name].T.numpy() for kind in kinds], 1)
+    about = "-".join(map(str, (*trained, len(seeds), *severities)))
+    done = share_jobs({kind: kept(partial(answers, kind)) for kind in kinds}, folder and folder / about)
+    of = lambda name, seed: np.stack([done[kind][f"{name}-{seed}"].T.numpy() for kind in kinds], 1)
     return {name: np.stack([of(name, seed) for seed in seeds]) for name in trained}
