@@ -34,15 +34,17 @@ def sentiment(
     source: str = "auto",  # of `load`
     train_rows: int = 0,  # training texts at most; 0: all
     test_rows: int = 0,  # test and validation texts at most; 0: all
-) -> tuple[dict[str, Labelled], dict]:  # train, validation, test; and a record of these rows for a run
+    further: int = 0,  # of SST-2's training sentences, more that no model learns from; at most
+) -> tuple[dict[str, Labelled], dict]:  # train, validation, test and perhaps further; a record of these rows for a run
     "Sentences that are negative (0) or positive (1). With a limit, the record's data are `part of` the set."
     loaded = load("sst2", source=source)
     splits = {split: Labelled(list(part["sentence"]), list(part["label"])) for split, part in loaded.items()}
     if loaded.record["data"] == "sst2":
         train, validation = splits["train"], splits["validation"]
         phrases = Labelled(train.texts + validation.texts, train.labels + validation.labels)
-        rows = hold_out_sentences(phrases.texts, len(splits["test"]))
-        splits |= {split: phrases.take(chosen) for split, chosen in zip(("train", "validation"), rows)}
+        learn, held = hold_out_sentences(phrases.texts, (most := len(splits["test"])) + further)
+        parts = {"train": learn, "validation": held[:most]} | ({"further": held[most:]} if further else {})
+        splits |= {split: phrases.take(chosen) for split, chosen in parts.items()}
     for split, most in {"train": train_rows, "validation": test_rows, "test": test_rows}.items():
         order = np.random.default_rng(0).permutation(len(splits[split]))
         splits[split] = splits[split].take(order[:most or None])
@@ -57,9 +59,10 @@ def labelled(
     source: str = "auto",  # of `load`
     train_rows: int = 0,  # training texts at most; 0: all
     test_rows: int = 0,  # test and validation texts at most; 0: all
-) -> tuple[dict[str, Labelled], dict, list[str]]:  # train, validation, test; a record for a run; names of the classes
+    further: int = 0,  # as in `sentiment`
+) -> tuple[dict[str, Labelled], dict, list[str]]:  # its splits; a record for a run; names of the classes
     "Texts with classes. Raises `ValueError` for a task of another kind."
-    if task == "sst2": return *sentiment(source, train_rows, test_rows), ["negative", "positive"]
+    if task == "sst2": return *sentiment(source, train_rows, test_rows, further), ["negative", "positive"]
     benchmark = BENCHMARKS.get(task)
     if benchmark is None or benchmark.columns != ("sentence", "label") or benchmark.labels is None:
         raise ValueError(f"{task!r} is no task of single texts with classes")

@@ -68,6 +68,7 @@ class Arm:
     rank: int | None = None
     largest: Callable[[nn.Module], nn.Module] | None = None  # the model at its largest, where it grows
     times: int = 1  # as many epochs as the others
+    restarts: bool = False  # gets a new optimizer where the grown arm does
 
 
 def arms_of_equal_size(

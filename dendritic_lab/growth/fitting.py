@@ -56,7 +56,7 @@ def fit_growing(
     workdir: str | Path | None = None,  # keeps the session's files; None: they go when training is over
     checkpoint: str | Path | None = None,  # folder of the finished training: the same call reads it again
     **settings,  # of `fit`, which needs `evaluate`
-) -> Fit:  # whose history also has `dendrites` and `parameters`
+) -> Fit:  # whose history also has `dendrites`, `parameters` and `renewed`: whether a new optimizer follows
     """Train a model while PerforatedAI grows dendrites on it. Raises `GrowthError` as a growth session does, and
     `CheckpointError` for a checkpoint that is damaged or was made with other settings."""
     folder, asked = checkpoint and Path(checkpoint), described(config, train, settings)

@@ -30,7 +30,7 @@ BEFORE = {  # what an arm is one step away from
     "phrases": "pieces", "neighbours": "pieces", "order": "pieces", "mean_max": "order", "attention": "order",
     "dendrites_2": "dendrites_0", "dendrites_4": "dendrites_0", "longer": "dendrites_0", "relu": "order",
     "fields": "order", "grown": "longer", "eight_bits": "order", "four_bits": "order"}
-LONG = "longer", "grown"  # train twice as long, as growth takes its time
+LONG = "longer", "grown"  # train four times as long, as growth takes its time
 
 
 def one_size(

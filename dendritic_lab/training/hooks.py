@@ -71,6 +71,7 @@ class Growing(Hook):
     def after_epoch(self, model, optimizer, score, others, seed):
         set_seed(seed)
         restructured, self.finished = self.session.step(model, optimizer, score, others)
-        return {name: self.session.history[-1][name] for name in ("dendrites", "parameters")}, restructured
+        row = {name: self.session.history[-1][name] for name in ("dendrites", "parameters")}
+        return row | {"renewed": restructured and not self.finished}, restructured  # a new optimizer follows
 
     def load(self, model: nn.Module, weights: dict[str, Tensor]) -> None: self.session.load(model, weights)
