@@ -80,7 +80,8 @@ def header(about: dict, metrics: list[dict], data: list[dict]) -> str:  # YAML
     kinds = {m["name"].rpartition(".")[2] for m in metrics}
     of_project = about["module"].startswith("dendritic_lab.")
     return ModelCardData(
-        license="apache-2.0", library_name="transformers", pipeline_tag=task_of(about)[0],
+        license="apache-2.0", library_name="transformers" if about.get("transformers", True) else "dendritic_lab",
+        pipeline_tag=task_of(about)[0],
         datasets=sorted({name for record in data if (name := hub_name(record))}) or None,
         metrics=[kind for kind in KNOWN_METRICS if kind in kinds] or None,
         tags=["dendritic_lab"] if of_project else None).to_yaml()
@@ -89,11 +90,13 @@ def header(about: dict, metrics: list[dict], data: list[dict]) -> str:  # YAML
 def usage(about: dict, folder: Path) -> str:
     "How to load a model from a folder, as a section of its card."
     (task, auto), name, lines = task_of(about), f'"{folder.name}"', []
-    if about["module"].startswith("dendritic_lab."):
+    if not about.get("transformers", True): auto = about["class"]
+    elif about["module"].startswith("dendritic_lab."):
         lines += [f"import {about['module']}  # tells transformers of this kind of model"]
     if folder.resolve().parent == CHECKPOINTS:
         lines, name = [*lines, "from dendritic_lab.data import checkpoint_path"], f"checkpoint_path({name})"
-    lines += [f"from transformers import {'pipeline' if task else auto}", ""]
+    library = "transformers" if about.get("transformers", True) else about["module"]
+    lines += [f"from {library} import {'pipeline' if task else auto}", ""]
     lines += [f'model = pipeline("{task}", {name})' if task else f"model = {auto}.from_pretrained({name})"]
     if task == "text-classification": lines += ['model("a sentence of your own")']
     return "\n".join(["## Use", "", "```python", *lines, "```"])

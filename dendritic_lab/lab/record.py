@@ -213,6 +213,7 @@ class Recorder:
     ) -> Path:  # its folder
         """Keep a trained model in models/`arm`, for `dendritic-lab export`. Raises `ValueError` for a bad or a repeated
         name, for a model that cannot be saved, and where there is not one label for each class."""
+        from transformers import PreTrainedModel
         folder = self.folder / "models" / arm
         if not re.fullmatch(r"[a-z0-9_.]+", arm) or arm.startswith("."):
             raise ValueError(f"an arm's name has lower-case letters, digits, _ and dots, got {arm!r}")
@@ -229,7 +230,8 @@ class Recorder:
         for part in (model, preprocessing):
             if part is not None: part.save_pretrained(folder)
         about = {"class": type(model).__name__, "module": type(model).__module__, "what": what, "metrics": metrics,
-                 "parameters": sum(p.numel() for p in model.parameters()), "labels": labels}
+                 "parameters": sum(p.numel() for p in model.parameters()), "labels": labels,
+                 "transformers": isinstance(model, PreTrainedModel)}
         (folder.parent / f"{arm}.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
         return folder
 

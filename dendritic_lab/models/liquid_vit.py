@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import PyTorchModelHubMixin
 from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -162,11 +163,12 @@ class LiquidViTOutput(ModelOutput):
     decisions: tuple[GateDecision, ...] | None = None  # of each gate, where they were asked for
 
 # %% ../../nbs/models/15_liquid_vit.ipynb #96f1e9ee
-class LiquidViT(nn.Module):
+class LiquidViT(nn.Module, PyTorchModelHubMixin):
     """`(pixel_values, labels)` -> `LiquidViTOutput`. Names of the plain ViT's parameters are timm's.
 
     Labels are class numbers (batch,) or probabilities (batch, classes). In training the loss has the gates' penalties.
-    Raises `ValueError` for gates that do not fit the configuration.
+    `save_pretrained` and `from_pretrained` are huggingface_hub's; what has other gates than its configuration's is not
+    saved. Raises `ValueError` for gates that do not fit the configuration.
     """
 
     def __init__(self,
@@ -174,7 +176,7 @@ class LiquidViT(nn.Module):
         gates: Sequence[Gate] | None = None,  # one for each of gate_layers; None: the liquid gates of `config`
     ):
         super().__init__()
-        self.config = c = config or LiquidViTConfig()
+        self.config = self._hub_mixin_config = c = config or LiquidViTConfig()
         if gates is not None and c.gated: raise ValueError("other gates need gating, cfc and sparse off")
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.width))
         self.pos_embed = nn.Parameter(torch.empty(1, 1 + c.patches, c.width))
@@ -190,6 +192,12 @@ class LiquidViT(nn.Module):
             name = type(self.gates[0]).__name__
             raise ValueError(f"{name} reads the attention of the block before, and before block 0 there is none")
         self.reset_parameters()
+
+    def _save_pretrained(self, save_directory):
+        told = lambda gates: [(type(gate), gate.keep_ratio) for gate in gates]
+        if told(self.gates) != told(liquid_gates(self.config)):
+            raise ValueError("only gates that the configuration describes can be saved")
+        super()._save_pretrained(save_directory)
 
     def reset_parameters(self):
         "Xavier's uniform initialisation, as in the ViT paper's code. The gates keep their own."
