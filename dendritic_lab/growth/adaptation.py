@@ -14,6 +14,7 @@ from .plain import grown_param_count, put_dendrites
 from .settings import GrowthConfig
 from .widening import unit_size, widen_mlps, width_for
 from ..layers.low_rank import low_rank_count, put_low_rank
+from ..layers.receptive_fields import fields_count, put_fields
 from ..measure import Comparison, compare_latency
 from ..training import Fit, fit
 from ..training.jobs import share_jobs
@@ -36,10 +37,13 @@ def adaptation_arms(
     longer: int = 2,  # as many epochs for the longer training of the plain model
     layers: Callable[[str], bool] = lambda name: name != "lm_head",  # that grow or get an adapter, by name
 ) -> dict[str, Arm]:
-    "Full fine-tuning, as it is, longer and with restarts; LoRA, low-rank, grown and other dendrites; and width."
+    """Full fine-tuning, as it is, longer and with restarts; LoRA; dendrites that are low-rank, grown, from the start or
+    have receptive fields of 16 inputs; and width."""
     size, largest = grown_param_count(model, 0), grown_param_count(model, dendrites, layers)
     of_lora, of_low = (lambda r: lora_count(model, r, layers)), (lambda r: low_rank_count(model, r, layers))
     rank, low, width = nearest_rank(of_lora, size), nearest_rank(of_low, size), width_for(model, largest - size)
+    of_fields = lambda count: fields_count(model, count, 16, layers)
+    fields = nearest_rank(of_fields, largest - size)
     of_width = (width - model.config.intermediate_size) * unit_size(model)
     put = lambda m: put_dendrites(m, dict.fromkeys(linear_layers(m, layers), dendrites))
     return {"full": Arm(lambda m: m, 0, True),
@@ -49,6 +53,7 @@ def adaptation_arms(
             "low_rank": Arm(lambda m: put_low_rank(m, low, layers), of_low(low), False, low),
             "grown": Arm(lambda m: m, largest - size, True, largest=put),
             "from_start": Arm(put, largest - size, True),
+            "fields": Arm(lambda m: put_fields(m, fields, 16, layers), of_fields(fields), True),
             "wider": Arm(lambda m: widen_mlps(m, width), of_width, True)}
 
 
@@ -191,7 +196,7 @@ def step_times(
         return partial(training_step, model, adamw(model), batch)
 
     plain, put = (lambda m: m), (lambda k, m: put_dendrites(m, dict.fromkeys(linear_layers(m, layers), k)))
-    builds = {name: arms[name].build for name in ("lora", "low_rank", "wider")}
+    builds = {name: arms[name].build for name in ("lora", "low_rank", "wider", "fields")}
     builds |= {f"dendrites_{k}": partial(put, k) for k in range(1, dendrites + 1)}
     timed = {name: compare_latency(step(build), step(plain), rounds, min_seconds=0) for name, build in builds.items()}
     return timed, compare_latency(step(plain), step(plain), rounds, min_seconds=0)
