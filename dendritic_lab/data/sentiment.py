@@ -42,8 +42,8 @@ def sentiment(
     if loaded.record["data"] == "sst2":
         train, validation = splits["train"], splits["validation"]
         phrases = Labelled(train.texts + validation.texts, train.labels + validation.labels)
-        learn, held = hold_out_sentences(phrases.texts, (most := len(splits["test"])) + further)
-        parts = {"train": learn, "validation": held[:most]} | ({"further": held[most:]} if further else {})
+        learn, held = hold_out_sentences(phrases.texts, (count := len(splits["test"])) + further)
+        parts = {"train": learn, "validation": held[:count]} | ({"further": held[count:]} if further else {})
         splits |= {split: phrases.take(chosen) for split, chosen in parts.items()}
     for split, most in {"train": train_rows, "validation": test_rows, "test": test_rows}.items():
         order = np.random.default_rng(0).permutation(len(splits[split]))

@@ -82,7 +82,8 @@ class Adapted:
     @property
     def parts(self) -> list[int]:
         "Epochs with each optimizer."
-        ends = [i for i, row in enumerate(self.fit.history, 1) if row.get("renewed")] + [len(self.fit.history)]
+        rows = self.fit.history
+        ends = [*(i for i, row in enumerate(rows[:-1], 1) if row.get("renewed")), len(rows)]  # growth may be the last act
         return [end - start for start, end in zip([0, *ends], ends)]
 
 
