@@ -82,8 +82,8 @@ class Adapted:
     @property
     def parts(self) -> list[int]:
         "Epochs with each optimizer."
-        rows = self.fit.history
-        ends = [*(i for i, row in enumerate(rows[:-1], 1) if row.get("renewed")), len(rows)]  # growth may be the last act
+        rows = self.fit.history  # growth after the last epoch opens no part
+        ends = [*(i for i, row in enumerate(rows[:-1], 1) if row.get("renewed")), len(rows)]
         return [end - start for start, end in zip([0, *ends], ends)]
 
 
