@@ -8,6 +8,7 @@ __all__ = ['OWN_CELLS', 'execute', 'first_unfinished', 'forget_paths']
 # %% ../../nbs/lab/07_execution.ipynb #58678162
 import json
 import sysconfig
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def execute(
     import papermill
     from papermill.clientwrap import PapermillNotebookClient
     from papermill.engines import Engine, papermill_engines
+    from traitlets.config import Config
 
     class ReportingEngine(Engine):
         @classmethod
@@ -37,8 +39,11 @@ def execute(
             manager.cell_start = cell_start
             folder = {"metadata": {"path": str(output.parent)}}
             patient = dict(timeout=None, startup_timeout=600)  # seconds; a busy machine starts a kernel slowly
-            client = PapermillNotebookClient(manager, kernel_name=kernel_name, resources=folder, **patient)
-            with open(log, "ab") as stream: client.execute(env=environment, stdout=stream, stderr=stream)
+            about = dict(kernel_name=kernel_name, resources=folder, **patient)
+            with tempfile.TemporaryDirectory() as sockets, open(log, "ab") as stream:
+                files = Config(KernelManager=dict(transport="ipc", connection_file=f"{sockets}/kernel.json"))
+                client = PapermillNotebookClient(manager, config=files, **about)
+                client.execute(env=environment, stdout=stream, stderr=stream)
 
     papermill_engines.register("dendritic_lab", ReportingEngine)
     papermill.execute_notebook(notebook, output, parameters, engine_name="dendritic_lab", progress_bar=False)
