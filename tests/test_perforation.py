@@ -15,14 +15,15 @@ from dendritic_lab.perforation import (
 from dendritic_lab.layers.blocks import visible_blocks, visible_tokens
 
 from transformers import (
-    AlbertConfig, AlbertModel, AttentionInterface, AttentionMaskInterface, BartConfig, BartModel, BertConfig,
-    BertForMaskedLM, BertModel, DebertaV2Config, DebertaV2Model, DeepseekV32Config, DeepseekV32ForCausalLM,
-    DistilBertConfig, DistilBertModel, DynamicCache, ElectraConfig, ElectraModel, FalconConfig, FalconForCausalLM,
-    GPTNeoXConfig, GPTNeoXForCausalLM, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig,
-    Gemma4ForCausalLM, Gemma4TextConfig, GptOssConfig, GptOssForCausalLM, Lfm2Config, Lfm2ForCausalLM, LlamaConfig,
-    LlamaForCausalLM, MistralConfig, MistralForCausalLM, MptConfig, MptForCausalLM, Qwen2Config, Qwen2ForCausalLM,
-    RobertaConfig, RobertaModel, StaticCache, T5Config, T5EncoderModel, T5ForConditionalGeneration, Trainer,
-    TrainingArguments, XLNetConfig, XLNetModel, pipeline)
+    AlbertConfig, AlbertModel, AttentionInterface, AttentionMaskInterface, BartConfig, BartForCausalLM, BartModel,
+    BertConfig, BertForMaskedLM, BertModel, DebertaV2Config, DebertaV2Model, DeepseekV32Config,
+    DeepseekV32ForCausalLM, DeepseekV4Config, DeepseekV4ForCausalLM, DistilBertConfig, DistilBertModel, DynamicCache,
+    ElectraConfig, ElectraModel, FalconConfig, FalconForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, Gemma2Config,
+    Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Gemma4ForCausalLM, Gemma4TextConfig, GptOssConfig,
+    GptOssForCausalLM, JetMoeConfig, JetMoeForCausalLM, Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM,
+    MistralConfig, MistralForCausalLM, MptConfig, MptForCausalLM, Qwen2Config, Qwen2ForCausalLM, RobertaConfig,
+    RobertaModel, StaticCache, T5Config, T5EncoderModel, T5ForConditionalGeneration, Trainer, TrainingArguments,
+    XLNetConfig, XLNetModel, pipeline)
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
@@ -301,6 +302,14 @@ def test_a_gate_learns_after_the_same_sizes_were_used_for_inference():
     assert all(p.grad.abs().sum() > 0 for p in gate.parameters())
 
 
+def test_layers_by_tensor_and_texts_without_a_token():
+    model = make(DECODERS["llama"]())
+    with perforate(model, dense_layers=torch.tensor([0]), **SMALL) as handle: model(IDS)
+    assert [why for why in handle.report().why] == ["dense layer: 1", ""]
+    with perforate(model, **SMALL) as handle: model(IDS, attention_mask=torch.zeros_like(IDS))
+    assert handle.report().dropped.isna().all()
+
+
 def test_rows_do_not_starve_each_other():
     torch.manual_seed(0)
     layout = Layout(512, 512, 16, causal=True)
@@ -418,6 +427,14 @@ NAMED = {  # models that compare the name of their attention with others
         layer_types=["sliding_attention", "full_attention"] * 2)), dict(logits_to_keep=8))}
 
 
+def test_a_mask_that_a_model_adds_to():
+    model = make(DeepseekV4ForCausalLM(DeepseekV4Config(**DECODER, head_dim=8, moe_intermediate_size=16, q_lora_rank=16,
+                                                        n_routed_experts=4, num_experts_per_tok=2, sliding_window=20)))
+    before = model(IDS).logits
+    with perforate(model, **SMALL) as handle: torch.testing.assert_close(model(IDS).logits, before)
+    assert set(handle.report().why) == {"learned sinks: 1"}
+
+
 @pytest.mark.parametrize("former", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", NAMED)
 def test_a_model_that_compares_names_goes_its_way(name, former):
@@ -493,6 +510,16 @@ def test_what_is_not_pruned_is_refused_or_counted():
     masks = dict.fromkeys(("full_attention", "sliding_attention"), causal)
     with prune_cache(gemma, window=8) as pruning: gemma(IDS, attention_mask=masks)
     assert pruning.skipped.total() == 1
+
+
+def test_layers_that_hold_nothing_and_keys_that_are_copied():
+    bart = make(BartForCausalLM(BartConfig(vocab_size=60, d_model=32, encoder_layers=3, decoder_layers=1,
+                                           decoder_attention_heads=4, decoder_ffn_dim=32, pad_token_id=0)))
+    with prune_cache(bart, keep=0.25, window=8) as pruning: bart(IDS)
+    assert pruning.report().kept.tolist() == [23]
+    jet = make(JetMoeForCausalLM(JetMoeConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2, kv_channels=8)))
+    with prune_cache(jet, window=8) as pruning: jet(IDS)
+    assert pruning.skipped == {"attention has other keys than the cache": 1}
 
 
 def test_a_wrapped_decoder_is_pruned():

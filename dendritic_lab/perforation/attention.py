@@ -64,7 +64,7 @@ class Perforation(Handle):
             if not isinstance(dense_layers, Collection) or not all(i in range(-layers, layers) for i in dense_layers):
                 raise ValueError(f"dense_layers must be numbers of {layers} layers, got {dense_layers!r}")
             self.selectors, self.block_size, self.min_tokens = list(selectors), block_size, min_tokens
-            self.dense_layers = {i % layers for i in dense_layers}
+            self.dense_layers = {int(i) % layers for i in dense_layers}
             self.unreached, parts = unreached_modules(model), [innermost(model, name) for name in self.names]
             self.fused = [part._supports_sdpa for _, part in parts]  # whether PyTorch's computes the same
             self.cross = [bool(CROSS.search(name[len(of):])) for name, (of, _) in zip(self.names, parts)]
@@ -144,7 +144,7 @@ class Perforation(Handle):
 
         - `layer`, `name`: of the attention module; `head`: of its heads, if asked for
         - `calls`, `sparse_calls`, `dense_calls`: how many, and how many were which
-        - `dropped`: share of the visible blocks that were dropped in sparse calls
+        - `dropped`: share of the visible blocks that were dropped in sparse calls; NaN where none was visible
         - `why`: reasons of the dense calls
         """
         rows = []
@@ -154,7 +154,7 @@ class Perforation(Handle):
             row |= dict(dense_calls=c.dense.total())
             share = 1 - c.kept.double() / c.seen if c.sparse else torch.full((1,), torch.nan)
             each = [dict(head=h, dropped=s) for h, s in enumerate(share.tolist())] if heads else [
-                dict(dropped=(1 - c.kept.sum().item() / c.seen.sum().item()) if c.sparse else float("nan"))]
+                dict(dropped=1 - (c.kept.sum() / c.seen.sum()).item() if c.sparse else float("nan"))]
             rows += [row | e | dict(why=why) for e in each]
         missing = dict(calls=0, sparse_calls=0, dense_calls=0, dropped=float("nan"), why="not reached")
         return pd.DataFrame(rows + [dict(name=name) | missing for name in self.unreached])

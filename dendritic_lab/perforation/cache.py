@@ -162,7 +162,8 @@ class CachePruning(Handle):
         "Drop tokens from a cache after a forward pass. Returns why not, if it cannot."
         if not isinstance(cache, DynamicCache): return f"{type(cache).__name__} is not dynamic"
         windowed = lambda i, x: x.is_sliding or i < len(self.sliding) and self.sliding[i]
-        full = {i: x for i, x in enumerate(cache.layers) if isinstance(x, DynamicLayer) and not windowed(i, x)}
+        full = {i: x for i, x in enumerate(cache.layers) if isinstance(x, DynamicLayer) and not windowed(i, x)
+                and x.keys is not None}  # the configuration may name more layers than have attention
         if not full: return "no layer without a sliding window"
         if any(type(x) not in (DynamicLayer, PrunedLayer) for x in full.values()): return "layers of another kind"
         first = next(iter(full.values()))
@@ -177,6 +178,8 @@ class CachePruning(Handle):
             valid = attention_mask[:, length - tokens:length].bool().to(valid.device)
             if not (valid == valid.cummax(-1).values).all() or not valid[:, -1].all(): return "padding after a text"
         if self.place and any(i not in self.votes for i in full): return "attention was not seen"
+        if self.place and any(x.keys.shape[1] not in (1, self.votes[i].shape[1]) for i, x in full.items()):
+            return "attention has other keys than the cache"
         for i, layer in full.items():
             if self.method == "recent": scores = recent_scores(valid, self.sinks)
             else:

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..layers.blocks import Layout, visible_tokens
@@ -182,9 +182,8 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attenti
 
 
 def mask_as_before(*args, config: PreTrainedConfig | None = None, **kwargs) -> Tensor | None:
-    "The mask of PyTorch's fused attention; where the model was eager never left out as plain causality."
-    if named(config) == "eager": kwargs["allow_is_causal_skip"] = False
-    return sdpa_mask(*args, config=config, **kwargs)
+    "The mask that the model had: one to add where it was eager, and else that of PyTorch's fused attention."
+    return (eager_mask if named(config) == "eager" else sdpa_mask)(*args, config=config, **kwargs)
 
 
 AttentionInterface.register(NAME, attend)
