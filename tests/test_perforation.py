@@ -306,6 +306,9 @@ def test_layers_by_tensor_and_texts_without_a_token():
     model = make(DECODERS["llama"]())
     with perforate(model, dense_layers=torch.tensor([0]), **SMALL) as handle: model(IDS)
     assert [why for why in handle.report().why] == ["dense layer: 1", ""]
+    selectors = nn.ModuleList([PooledTopK(), WindowSink()])  # one for each layer
+    with perforate(model, selectors, **SMALL) as handle: model(IDS)
+    assert handle.report().sparse_calls.tolist() == [1, 1]
     with perforate(model, **SMALL) as handle: model(IDS, attention_mask=torch.zeros_like(IDS))
     assert handle.report().dropped.isna().all()
 
