@@ -56,8 +56,9 @@ class Perforation(Handle):
             self.names = list(self.place.names.values())
             layers = len(self.names)
             self.layer = {name: i for i, name in enumerate(self.names)}
-            if isinstance(selectors, nn.Module) and not isinstance(selectors, nn.ModuleList): selectors = [selectors] * layers
-            if not isinstance(selectors, Sequence | nn.ModuleList) or not all(
+            if isinstance(selectors, nn.ModuleList): selectors = list(selectors)
+            if isinstance(selectors, nn.Module): selectors = [selectors] * layers
+            if not isinstance(selectors, Sequence) or not all(
                     isinstance(s, nn.Module) for s in selectors):
                 raise ValueError(f"expected selectors that are modules, got {selectors!r}")
             if len(selectors) != layers: raise ValueError(f"expected {layers} selectors, got {len(selectors)}")
