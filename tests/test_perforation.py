@@ -305,7 +305,7 @@ def test_a_gate_learns_after_the_same_sizes_were_used_for_inference():
 def test_layers_by_tensor_and_texts_without_a_token():
     model = make(DECODERS["llama"]())
     with perforate(model, dense_layers=torch.tensor([0]), **SMALL) as handle: model(IDS)
-    assert [why for why in handle.report().why] == ["dense layer: 1", ""]
+    assert handle.report().why.tolist() == ["dense layer: 1", ""]
     selectors = nn.ModuleList([PooledTopK(), WindowSink()])  # one for each layer
     with perforate(model, selectors, **SMALL) as handle: model(IDS)
     assert handle.report().sparse_calls.tolist() == [1, 1]
@@ -419,6 +419,14 @@ def test_next_turns_are_pruned_too():
     assert pruning.report().kept.tolist() == [75, 75] and cache.get_seq_length() == 90
 
 
+def test_a_mask_that_a_model_adds_to():
+    model = make(DeepseekV4ForCausalLM(DeepseekV4Config(**DECODER, head_dim=8, moe_intermediate_size=16, q_lora_rank=16,
+                                                        n_routed_experts=4, num_experts_per_tok=2, sliding_window=20)))
+    before = model(IDS).logits
+    with perforate(model, **SMALL) as handle: torch.testing.assert_close(model(IDS).logits, before)
+    assert set(handle.report().why) == {"learned sinks: 1"}
+
+
 NAMED = {  # models that compare the name of their attention with others
     "keys of its own choice": (lambda: DeepseekV32ForCausalLM(DeepseekV32Config(
         **DECODER | dict(num_key_value_heads=4), moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
@@ -428,14 +436,6 @@ NAMED = {  # models that compare the name of their attention with others
         **DECODER | dict(num_hidden_layers=4), head_dim=8, global_head_dim=8, vocab_size_per_layer_input=60,
         hidden_size_per_layer_input=8, num_kv_shared_layers=2, sliding_window=2048,
         layer_types=["sliding_attention", "full_attention"] * 2)), dict(logits_to_keep=8))}
-
-
-def test_a_mask_that_a_model_adds_to():
-    model = make(DeepseekV4ForCausalLM(DeepseekV4Config(**DECODER, head_dim=8, moe_intermediate_size=16, q_lora_rank=16,
-                                                        n_routed_experts=4, num_experts_per_tok=2, sliding_window=20)))
-    before = model(IDS).logits
-    with perforate(model, **SMALL) as handle: torch.testing.assert_close(model(IDS).logits, before)
-    assert set(handle.report().why) == {"learned sinks: 1"}
 
 
 @pytest.mark.parametrize("former", ["sdpa", "eager"])

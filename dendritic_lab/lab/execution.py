@@ -39,10 +39,10 @@ def execute(
             manager.cell_start = cell_start
             folder = {"metadata": {"path": str(output.parent)}}
             patient = dict(timeout=None, startup_timeout=600)  # seconds; a busy machine starts a kernel slowly
-            about = dict(kernel_name=kernel_name, resources=folder, **patient)
-            with tempfile.TemporaryDirectory() as sockets, open(log, "ab") as stream:
-                files = Config(KernelManager=dict(transport="ipc", connection_file=f"{sockets}/kernel.json"))
-                client = PapermillNotebookClient(manager, config=files, **about)
+            with tempfile.TemporaryDirectory(dir="/tmp") as sockets, open(log, "ab") as stream:
+                files = dict(transport="ipc", connection_file=f"{sockets}/kernel.json")
+                client = PapermillNotebookClient(manager, kernel_name=kernel_name, resources=folder,
+                                                 config=Config(KernelManager=files), **patient)
                 client.execute(env=environment, stdout=stream, stderr=stream)
 
     papermill_engines.register("dendritic_lab", ReportingEngine)

@@ -58,8 +58,7 @@ class Perforation(Handle):
             self.layer = {name: i for i, name in enumerate(self.names)}
             if isinstance(selectors, nn.ModuleList): selectors = list(selectors)
             if isinstance(selectors, nn.Module): selectors = [selectors] * layers
-            if not isinstance(selectors, Sequence) or not all(
-                    isinstance(s, nn.Module) for s in selectors):
+            if not isinstance(selectors, Sequence) or not all(isinstance(s, nn.Module) for s in selectors):
                 raise ValueError(f"expected selectors that are modules, got {selectors!r}")
             if len(selectors) != layers: raise ValueError(f"expected {layers} selectors, got {len(selectors)}")
             if not isinstance(dense_layers, Collection) or not all(i in range(-layers, layers) for i in dense_layers):

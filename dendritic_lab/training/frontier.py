@@ -31,7 +31,8 @@ def train_folds(
     arms: Mapping[str, Callable[[float, int, Path | None], Tensors]],  # (rate, fold, folder) -> tensors
     rates: Sequence[float],
     folds: int,
-    labels: Tensor,  # of the first fold's validation texts, of which the tensors have `validation`, the logits
+    labels: Sequence[Tensor],  # of validation texts, of which the tensors have `validation`, the logits: of the first
+                               # fold, or of the first folds, which then choose together
     folder: Path | None = None,  # of all trainings
 ) -> tuple[dict[str, list[Tensors]], dict[str, dict[float, float]]]:
     "Train every arm in every fold. Gives each arm's tensors, one a fold, and its losses by rate (squared for numbers)."
@@ -39,12 +40,15 @@ def train_folds(
         return share_jobs({f"{arm}-{lr:g}-{fold}": kept(partial(arms[arm], lr, fold), resumes=True)
                            for arm, lr, fold in wanted}, folder)
 
-    def loss(logits): return F.mse_loss(logits[:, 0], labels) if scale else F.cross_entropy(logits, labels)
+    def loss(arm, lr):
+        said = [tried[f"{arm}-{lr:g}-{fold}"]["validation"] for fold in range(len(labels))]
+        return np.mean([(F.mse_loss(logits[:, 0], right) if right.is_floating_point() else
+                         F.cross_entropy(logits, right)).item() for logits, right in zip(said, labels)]).item()
 
-    tried, scale = done((arm, lr, 0) for arm in arms for lr in rates), labels.is_floating_point()
-    losses = {arm: {lr: loss(tried[f"{arm}-{lr:g}-0"]["validation"]).item() for lr in rates} for arm in arms}
+    tried = done((arm, lr, fold) for fold in range(len(labels)) for arm in arms for lr in rates)
+    losses = {arm: {lr: loss(arm, lr) for lr in rates} for arm in arms}
     best = {arm: min(of, key=of.get) for arm, of in losses.items()}
-    others = done((arm, best[arm], fold) for fold in range(1, folds) for arm in arms)
+    others = done((arm, best[arm], fold) for fold in range(len(labels), folds) for arm in arms)
     all_of = lambda arm: [(tried | others)[f"{arm}-{best[arm]:g}-{fold}"] for fold in range(folds)]
     return {arm: all_of(arm) for arm in arms}, losses
 
@@ -111,7 +115,7 @@ class Trials:
 
     def train(self,
         variants: Mapping[str, Variant],
-        rates: Sequence[float],  # that the teacher and each variant choose from, in the first fold
+        rates: Sequence[float],  # the teacher's is chosen in all folds, each variant's in the first
         folder: Path | None = None,  # of checkpoints, to resume and to share
     ) -> "Frontier":
         "All variants in all folds."
@@ -120,12 +124,13 @@ class Trials:
             texts = [(task.splits, task.max_length, task.batch_size) for task in self.tasks]
             settings = *texts, sorted(self.config.items()), self.passes, self.precision, self.gate_rate, tuple(rates)
             folder = folder / fingerprint([self.template], map(str, settings))
-        asked = rates, len(self.tasks), self.tasks[0].labels("validation"), folder
-        teachers, tried = train_folds({"teacher": self.teach}, *asked)
+        folds, labels = len(self.tasks), [task.labels("validation") for task in self.tasks]
+        teachers, tried = train_folds({"teacher": self.teach}, rates, folds, labels, folder)
         of_fold = teachers["teacher"]
         job = lambda name, variant: lambda lr, fold, path: self.learn(name, variant, of_fold[fold], lr, fold, path)
         keys = {name: f"{name}-{fingerprint([], [str(variant)])[:6]}" for name, variant in variants.items()}
-        found, losses = train_folds({keys[name]: job(name, variant) for name, variant in variants.items()}, *asked)
+        jobs = {keys[name]: job(name, variant) for name, variant in variants.items()}
+        found, losses = train_folds(jobs, rates, folds, labels[:1], folder)
         by_name = lambda of: {name: of[key] for name, key in keys.items()}
         return Frontier(self, variants, by_name(found), tried | by_name(losses))
 
@@ -136,7 +141,7 @@ class Frontier:
     trials: Trials
     variants: Mapping[str, Variant]
     found: Mapping[str, Sequence[Tensors]]  # of each variant, one a fold
-    losses: Mapping[str, Mapping[float, float]]  # validation loss by rate, in the first fold
+    losses: Mapping[str, Mapping[float, float]]  # by rate, on validation texts of the folds that chose it
     names: list[str] = field(init=False)  # of all variants, with both kinds of weights
 
     def __post_init__(self): object.__setattr__(self, "names", [arm + bits for arm in self.variants for bits in BITS])

@@ -151,6 +151,6 @@ class Ablation:
                              for seed in range(seeds) for words in kinds}, folder)
         job = lambda name: lambda lr, seed, place: self.perforated(
             name, starts[named(ARMS[name].words, seed)], lr, seed, place)
-        labels = self.documents.labels("validation")
+        labels = [self.documents.labels("validation")]
         found, losses = train_folds({name: job(name) for name in arms}, rates, seeds, labels, folder)
         return [starts[named("", seed)] for seed in range(seeds)], found, losses
