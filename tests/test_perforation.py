@@ -277,7 +277,7 @@ def test_restored_in_any_order_and_after_an_error():
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(RuntimeError, match="stop"), perforate(model): raise RuntimeError("stop")
     for wrong in (dict(sparsity=1), dict(sparsity="0.5"), dict(sparsity=[0.5]), dict(selector="x"),
-                  dict(selector=[PooledTopK()]), dict(dense_layers=[5]), dict(block_size=0)):
+                  dict(selector=[PooledTopK()]), dict(dense_layers=[5]), dict(block_size=0), dict(block_size=True)):
         with pytest.raises(ValueError): perforate(model, **wrong)
     assert model.config._attn_implementation == "sdpa"
     perforate(model).restore()
@@ -497,7 +497,7 @@ def test_what_is_not_pruned_is_refused_or_counted():
     for build in (lambda: MptForCausalLM(MptConfig(vocab_size=60, d_model=32, n_layers=1, n_heads=4)),
                   lambda: FalconForCausalLM(FalconConfig(**alibi, alibi=True))):
         with pytest.raises(ValueError, match="not reached"): prune_cache(build(), method="recent")
-    for build in (lambda: T5ForConditionalGeneration(T5Config(**sizes)), lambda: BartModel(BartConfig(
+    for build in (ENCODERS["bert"], lambda: T5ForConditionalGeneration(T5Config(**sizes)), lambda: BartModel(BartConfig(
             d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4))):
         with pytest.raises(ValueError, match="expected a decoder"): prune_cache(build(), method="recent")
     model, given = make(DECODERS["llama"]()), dict(max_new_tokens=2, do_sample=False)
@@ -506,7 +506,7 @@ def test_what_is_not_pruned_is_refused_or_counted():
         model.generate(IDS, prefill_chunk_size=24, **given)
         model(IDS, use_cache=False)
     assert pruning.report().why.tolist() == ["fewer tokens than the window: 4; no cache: 1"]
-    with prune_cache(bert := make(ENCODERS["bert"]())) as pruning: bert(IDS)
+    with prune_cache(model) as pruning: model(IDS, use_cache=False)
     assert pruning.skipped == {"no cache": 1} and "not pruned: no cache (1)" in repr(pruning)
     gemma = make(Gemma3ForCausalLM(Gemma3TextConfig(**DECODER, head_dim=8, sliding_window=16)))
     causal = torch.ones(3, 1, 90, 90, dtype=torch.bool).tril()

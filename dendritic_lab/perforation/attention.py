@@ -187,7 +187,7 @@ def perforate(
     transformers_models(model)
     if any(isinstance(h, Perforation) for h in handlers_of(model)):
         raise ValueError("the model is perforated already: restore it first, or use its handle's set_sparsity")
-    if not (isinstance(block_size, int) and block_size >= 1 and isinstance(min_tokens, int) and min_tokens >= 0):
+    if not (type(block_size) is type(min_tokens) is int and block_size >= 1 and min_tokens >= 0):
         raise ValueError("expected whole numbers block_size of at least 1 and min_tokens of at least 0"
                          f", got {block_size!r} and {min_tokens!r}")
     if isinstance(selector, str):

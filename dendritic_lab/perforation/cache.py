@@ -26,7 +26,7 @@ from transformers.utils import ModelOutput
 from ..layers.blocks import Layout
 from ..layers.selectors import DistilledGate, grouped_products
 from .interface import (
-    Attachment, Handle, attention_modules, seen_by, transformers_models)
+    Attachment, Handle, attention_modules, is_causal, seen_by, transformers_models)
 
 # %% ../../nbs/perforation/02_cache.ipynb #bfb80072
 class PrunedLayer(DynamicLayer):
@@ -234,8 +234,9 @@ def prune_cache(
     and naming what is not reached: attention that does not ask the interface may count distances in the cache (ALiBi).
     """
     decoder = transformers_models(model)[0][1]
-    layers = len(attention_modules(decoder))
-    if getattr(decoder.config, "is_encoder_decoder", False):
+    layers = len(reached := attention_modules(decoder))
+    decodes = any(is_causal(module, None) for module in reached.values())
+    if getattr(decoder.config, "is_encoder_decoder", False) or not decodes:
         raise ValueError(f"expected a decoder, got {type(decoder).__name__}")
     hooks = [hook for _, part in transformers_models(model) for hook in part._forward_hooks.values()]
     handles = [h for h in (getattr(hook, "__self__", None) for hook in hooks) if isinstance(h, CachePruning)]
