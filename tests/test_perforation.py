@@ -2,6 +2,7 @@
 cannot be sparse is dense and counted."""
 
 import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -484,10 +485,11 @@ def test_a_mask_may_change_between_calls():
 @pytest.mark.parametrize("take", [lambda m: perforate(m, **SMALL), lambda m: prune_cache(m, keep=0.25, window=8)])
 def test_copies_are_not_changed_and_a_handle_works_once(take):
     model = make(DECODERS["llama"]())
-    with take(model) as handle: copied = copy.deepcopy(model)
-    assert torch.equal(copied(IDS).logits, model(IDS).logits)
-    assert copied(IDS).past_key_values.layers[0].keys.shape[2] == 90
-    take(copied).restore()
+    with take(model) as handle: copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))  # noqa: S301
+    for copied in copies:
+        assert torch.equal(copied(IDS).logits, model(IDS).logits)
+        assert copied(IDS).past_key_values.layers[0].keys.shape[2] == 90
+        take(copied).restore()
     with pytest.raises(RuntimeError, match="restored"), handle: pass
 
 

@@ -105,6 +105,7 @@ METHODS = ("recent", "keydiff", "snap", "gate")
 
 class CachePruning(Handle):
     "Handle of a model whose cache is pruned; `prune_cache` makes it. It is a context manager that restores the model."
+    model = staticmethod(lambda: None)  # a copied handle belongs to none
 
     def __init__(self, model: PreTrainedModel, keep: float, method: str, window: int, sinks: int, kernel_size: int,
                  gate: Sequence[DistilledGate] | None):

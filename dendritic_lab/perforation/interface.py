@@ -9,6 +9,7 @@ __all__ = ['NAME', 'asks_registry', 'transformers_models', 'attention_modules', 
            'read_mask']
 
 # %% ../../nbs/perforation/00_interface.ipynb #809c9785
+import copyreg
 import inspect
 import re
 import sys
@@ -193,6 +194,7 @@ AttentionMaskInterface.register(NAME, mask_as_before)
 class Attachment:
     "One handler's place at a model."
     passes = 0  # forward passes of all models that began so far
+    listening = 0  # those that run now and want attention weights
 
     def __init__(self, model: nn.Module, handler: Handler, nearest: bool = False):  # to the attention, of all handlers
         "Raises `ValueError` naming what is not reached, and for a model with an attention function of one's own."
@@ -201,7 +203,7 @@ class Attachment:
             if not is_known(former := former_implementation(module)):
                 raise ValueError(f"the model computes its attention with {former!r}, of which dense calls would be"
                                  " computed by another function: call model.set_attn_implementation('sdpa') first")
-        self.handler, self.listening = handler, 0
+        self.handler = handler
         self.names = WeakKeyDictionary({module: name for name, module in modules.items()})
         parts = [m for _, m in transformers_models(model)]
         configs = {id(m.config): m.config for m in (*parts, *self.names)}
@@ -216,7 +218,7 @@ class Attachment:
             part.register_forward_pre_hook(partial(self.listen, 1), with_kwargs=True),
             part.register_forward_hook(partial(self.listen, -1), with_kwargs=True, always_call=True))]
 
-    def __deepcopy__(self, memo): return self  # a copy of the model has no place of its own
+    def __reduce__(self): return copyreg.__newobj__, (type(self),)  # a copy of the model has no place of its own
 
     def listen(self, change: int, model: nn.Module, args: tuple, kwargs: dict, *output):
         if change > 0: Attachment.passes += 1
@@ -265,7 +267,7 @@ class Handle:
 
     def __exit__(self, *_): self.restore()
 
-    def __deepcopy__(self, memo): return self  # a copy of the model is not changed
+    def __reduce__(self): return copyreg.__newobj__, (type(self),), {"active": False}  # a copy is not changed
 
     def __repr__(self) -> str: return f"{type(self).__name__}({'active' if self.active else 'restored'})"
 
