@@ -242,13 +242,18 @@ def in_equal_time(
 # %% ../../nbs/growth/11_adaptation.ipynb #dede5f31
 def plot_growth(
     axis,  # of matplotlib
-    history: Sequence[dict],  # of a growing training
-    cost: Callable[[int], float] = lambda dendrites: 1.0,  # of an epoch
-    label: bool = True,  # name the numbers of dendrites
+    adapted: Mapping[str, Sequence[Adapted]],  # arm -> one a seed; grown, and perhaps longer
+    costs: Mapping[str, Callable[[int], float]],  # by `epoch_costs`
 ) -> None:
-    "Draw validation losses over the time that epochs cost."
-    points = list(zip(ends(history, cost), history))
-    axis.plot([end for end, _ in points], [row["validation_loss"] for row in history], color="grey", lw=0.5)
-    for k, of in groupby(points, lambda point: point[1].get("dendrites", 0)):
-        x, y = zip(*((end, row["validation_loss"]) for end, row in of))
-        axis.plot(x, y, "os^Dv<"[k], color=f"C{k}", ms=5, label=f"dendrites: {k}" if label else None)
+    "Draw validation losses of growing trainings over the time that epochs cost; dashed: full fine-tuning, continued."
+    points = lambda arm, of: [(end, row["validation_loss"], row.get("dendrites", 0))
+                              for end, row in zip(ends(of.fit.history, costs[arm]), of.fit.history)]
+    for one in adapted.get("longer", ()): axis.plot(*list(zip(*points("longer", one)))[:2], "k--", lw=1)
+    named = set()
+    for one in adapted["grown"]:
+        axis.plot(*list(zip(*points("grown", one)))[:2], color="grey", lw=0.5)
+        for k, of in groupby(points("grown", one), lambda point: point[2]):
+            label = None if k in named else f"dendrites: {k}"
+            axis.plot(*list(zip(*of))[:2], "os^Dv<"[k], color=f"C{k}", ms=5, label=label)
+            named.add(k)
+
