@@ -550,12 +550,24 @@ struct Packed {
   static int64_t floats(const Call& call) { return call.size * (2 * call.dim + 2); }
 };
 
+// Products of keys and queries and of values and gradients, (keys, queries) both, before scale and gate.
+static void meet(const Call& call, const Gradients& of, int64_t pair, const Queries& rows, const Keys& keys, const Packed& packed, float* scores, float* slopes) {
+  const int64_t from = (call.kv(pair) * call.keys + keys.first) * call.dim;
+  product<false>(of.k + from, call.dim, 1, packed.q, scores, keys.count, call.dim, rows.width);
+  product<false>(of.v + from, call.dim, 1, packed.grad, slopes, keys.count, call.dim, rows.width);
+  if (call.causal) keys.hide_later(scores, rows.width);
+}
+
+static float total_of(const Floats& x) {
+  float total = 0.0f;
+  for (int l = 0; l < LANES; l++) total += x[l];
+  return total;
+}
+
 // Weights and those times dL/dweight, (keys, queries), both times the gate; returns the sum of the latter without the gate.
 static float slopes_of(const Call& call, const Gradients& of, int64_t pair, const Queries& rows, const Keys& keys, const Packed& packed, float gate, float* weights, float* slopes) {
-  const int64_t from = (call.kv(pair) * call.keys + keys.first) * call.dim, width = rows.width;
-  product<false>(of.k + from, call.dim, 1, packed.q, weights, keys.count, call.dim, width);
-  product<false>(of.v + from, call.dim, 1, packed.grad, slopes, keys.count, call.dim, width);
-  if (call.causal) keys.hide_later(weights, width);
+  const int64_t width = rows.width;
+  meet(call, of, pair, rows, keys, packed, weights, slopes);
   const Floats largest = Floats{} + LARGEST;
   const float factor = call.factor();
   Floats sum{};
@@ -569,18 +581,14 @@ static float slopes_of(const Call& call, const Gradients& of, int64_t pair, cons
       store(w, weight * gate);
       store(s, slope * gate);
     }
-  float all = 0.0f;
-  for (int l = 0; l < LANES; l++) all += sum[l];
-  return all;
+  return total_of(sum);
 }
 
 // What keeping a dropped block whole would add to the sum of grad * out: its queries' weights would then be these, over the
 // sum of all. Bounded, where dL/dgate at a closed gate grows with the weight of what is left out.
 static float change_of(const Call& call, const Gradients& of, int64_t pair, const Queries& rows, const Keys& keys, const Packed& packed, float* scores, float* slopes) {
-  const int64_t from = (call.kv(pair) * call.keys + keys.first) * call.dim, width = rows.width;
-  product<false>(of.k + from, call.dim, 1, packed.q, scores, keys.count, call.dim, width);
-  product<false>(of.v + from, call.dim, 1, packed.grad, slopes, keys.count, call.dim, width);
-  if (call.causal) keys.hide_later(scores, width);
+  const int64_t width = rows.width;
+  meet(call, of, pair, rows, keys, packed, scores, slopes);
   const float factor = call.factor();
   const Floats most = Floats{} + 1e30f;  // infinite scores of dropped blocks are no NaN
   Floats changes{};
@@ -600,9 +608,7 @@ static float change_of(const Call& call, const Gradients& of, int64_t pair, cons
     }
     changes += slope / total;
   }
-  float all = 0.0f;
-  for (int l = 0; l < LANES; l++) all += changes[l];
-  return all;
+  return total_of(changes);
 }
 
 // Rows of `dim` floats to rows of `wide`, the rest zeros.
