@@ -113,9 +113,9 @@ def results_table(root: Path, report) -> str:  # report(result): the address of 
     for r in results(root): by_system.setdefault(r.system, []).append(r)
     rows = ["| system | what we found | verdict | report |", "|---|---|---|---|"]
     for system, of in by_system.items():
-        r = main_result(of)
+        r, lead = main_result(of), max(of, key=lambda r: (r.leads, r.name == r.system))
         cells = [r.summary["sentence"], r.verdict, f"[{r.name}]({report(r)})"] if r else [
-            f"*{of[0].experiment.title}*: {AGAIN}", "", ""]
+            f"*{lead.experiment.title}*: {AGAIN}", "", ""]
         rows.append("| " + " | ".join([system_title(system, titles), *map(table_cell, cells)]) + " |")
     return "\n".join(rows)
 

@@ -67,13 +67,12 @@ def without_controller(
 def dense_base(
     layers: int,  # BERT-base has 12
     length: int,  # tokens
-    attention: str = "sdpa",  # or "eager"
 ) -> BertForSequenceClassification:  # in evaluation mode, without dropout of attention weights
     "Dense BERT of BERT-base's width, random weights."
     torch.manual_seed(0)
     config = BertConfig(num_hidden_layers=layers, max_position_embeddings=max(512, length),
                         attention_probs_dropout_prob=0)
-    return BertForSequenceClassification._from_config(config, attn_implementation=attention).eval()
+    return BertForSequenceClassification(config).eval()
 
 
 def perforated_base(
