@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['LiquidViTConfig', 'Attention', 'weighted_attention', 'Block', 'PatchEmbed', 'ConvStem', 'GateDecision',
-           'LiquidViTOutput', 'LiquidViT', 'timm_shape', 'liquid_gates', 'decision', 'anneal', 'learning_rates']
+           'LiquidViTOutput', 'LiquidViT', 'quarters', 'timm_shape', 'liquid_gates', 'decision', 'anneal',
+           'learning_rates']
 
 # %% ../../nbs/models/15_liquid_vit.ipynb #deb5ef64
 from ..layers.liquid_gate import LiquidGate
@@ -221,8 +222,7 @@ class LiquidViT(nn.Module, PyTorchModelHubMixin):
         Raises `ValueError` naming what in the model has no counterpart here.
         """
         shape = timm_shape(model)
-        quarter = shape["depth"] / 4
-        places = {"gate_layers": tuple(sorted({max(1, round(quarter * i)) for i in (1, 2, 3)} - {shape["depth"]}))}
+        places = {"gate_layers": quarters(shape["depth"])}
         off = dict(gating=False, cfc=False, sparse=False) if gates is not None else {}
         new = cls(LiquidViTConfig(**shape | places | off | settings), gates)
         missing, unknown = new.load_state_dict(model.state_dict(), strict=False)
@@ -294,6 +294,11 @@ class LiquidViT(nn.Module, PyTorchModelHubMixin):
             if gate := gate_before.get(i): left = gate.remaining(left)
             counts.append(1 + left)
         return counts
+
+
+def quarters(depth: int) -> tuple[int, ...]:
+    "The blocks that begin the second, third and fourth quarter of a model, as far as it has them."
+    return tuple(sorted({max(1, round(depth / 4 * i)) for i in (1, 2, 3)} - {depth}))
 
 
 def timm_shape(model: VisionTransformer) -> dict:  # fields of `LiquidViTConfig`

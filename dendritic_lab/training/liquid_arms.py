@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['shared', 'RECIPES', 'Split', 'Arm', 'Recipe', 'train_batches', 'Trained', 'Course', 'Trainings', 'train_arms',
-           'corrupted_results']
+           'corrupted_results', 'clean_results']
 
 # %% ../../nbs/training/13_liquid_arms.ipynb #d7053abe
 from ..data.images import image_batches, rand_augment, shift_and_flip
@@ -22,6 +22,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from timm.data import Mixup
 from torch import Tensor
@@ -182,6 +183,15 @@ class Trainings:
     scratch: dict[str, Trained] = field(default_factory=dict)  # arm -> from the first seed
     tried: dict[str, dict[float, float]] = field(default_factory=dict)  # arm -> rate -> validation loss of its trial
 
+    def loss(self, arm: Arm) -> float:  # of validation images in nats, mean over seeds
+        return sum(one.loss for one in self.tuned[arm]) / len(self.tuned[arm])
+
+    def trials(self) -> pd.DataFrame:
+        "`tried` as a table, with a star where the lowest loss is at an edge."
+        star = lambda of, lr: "*" * (lr == min(of, key=of.get) and lr in (min(of), max(of)))
+        table = {arm: {lr: f"{loss:.3f}{star(of, lr)}" for lr, loss in of.items()} for arm, of in self.tried.items()}
+        return pd.DataFrame(table).T.fillna("").rename_axis("validation loss of short trainings, by rate; *: an edge")
+
 
 def train_arms(
     course: Course,
@@ -243,3 +253,14 @@ def corrupted_results(
     done = share_jobs({kind: kept(partial(answers, kind)) for kind in kinds}, folder and folder / about)
     of = lambda name, seed: np.stack([done[kind][f"{name}-{seed}"].T.numpy() for kind in kinds], 1)
     return {name: np.stack([of(name, seed) for seed in seeds]) for name in trained}
+
+
+def clean_results(
+    trained: Mapping[str, Sequence[Trained]],
+    test: Split,
+) -> dict[str, np.ndarray]:  # of each arm (seeds, images) bool
+    "Which images every model is right about as they are, in the precision of now."
+    batches, labels = image_batches(*test, 256), test[1].cpu()
+    return {name: np.stack([correct(predict(one.model, batches), labels).numpy() for one in of])
+            for name, of in trained.items()}
+
