@@ -490,7 +490,17 @@ def test_copies_are_not_changed_and_a_handle_works_once(take):
         assert torch.equal(copied(IDS).logits, model(IDS).logits)
         assert copied(IDS).past_key_values.layers[0].keys.shape[2] == 90
         take(copied).restore()
+    assert "restored" in repr(copy.copy(handle))
     with pytest.raises(RuntimeError, match="restored"), handle: pass
+
+
+@pytest.mark.parametrize("method", ["recent", "keydiff", "snap", "gate"])
+def test_prompts_about_as_long_as_the_window(method):
+    model = make(DECODERS["llama"]())
+    gates = [DistilledGate(4, 2, 8, pool_size=4) for _ in range(2)] if method == "gate" else None
+    for tokens in (31, 32, 33, 40):
+        with prune_cache(model, 0.5, method, gate=gates) as pruning: model(IDS[:, :tokens])
+        assert bool(pruning.counts) == (tokens == 40), pruning
 
 
 def test_what_is_not_pruned_is_refused_or_counted():

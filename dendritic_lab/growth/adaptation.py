@@ -135,7 +135,8 @@ def adapt(
 # %% ../../nbs/growth/11_adaptation.ipynb #6aac6d08
 def beyond(
     losses: Mapping[float, float],  # rate -> loss
-) -> list[float]:  # a further rate, where the best of three or more is the lowest or the highest
+) -> list[float]:  # one, where the best of three or more is the lowest or the highest
+    "Rates to try next."
     best = min(losses, key=losses.get)
     if len(losses) < 3: return []
     return [2 * best] * (best == max(losses)) + [best / 2] * (best == min(losses))
@@ -207,7 +208,7 @@ def epoch_costs(
     times: Mapping[str, float],  # of a step, by the names of `step_times`
 ) -> dict[str, Callable[[int], float]]:  # arm -> what an epoch costs with so many dendrites on a layer
     "Costs of an epoch, in epochs of full fine-tuning."
-    last = max(name for name in times if name.startswith("dendrites_"))
+    last = f"dendrites_{sum(name.startswith('dendrites_') for name in times)}"
     constant = {name: time for name, time in times.items() if not name.startswith("dendrites_")}
     constant |= {"full": 1.0, "longer": 1.0, "restarts": 1.0, "from_start": times[last]}
     costs = {name: (lambda dendrites, time=time: time) for name, time in constant.items()}
@@ -217,7 +218,8 @@ def epoch_costs(
 def ends(
     history: Sequence[dict],  # of `Fit`
     cost: Callable[[int], float],  # of an epoch with so many dendrites on a layer
-) -> list[float]:  # when each epoch was over
+) -> list[float]:
+    "When each epoch was over, in the unit of `cost`."
     return list(accumulate(cost(row.get("dendrites", 0)) for row in history))
 
 
@@ -234,7 +236,10 @@ def in_equal_time(
     adapted: Mapping[str, Sequence[Adapted]],  # arm -> one a seed
     costs: Mapping[str, Callable[[int], float]],  # by `epoch_costs`
     like: str = "grown",  # the arm whose time all have, in each seed
-) -> dict[str, list[dict]]:  # arm -> the row of the epoch that it would have kept, one a seed
+) -> dict[str, list[dict]]:  # arm -> the row of an epoch, one a seed
+    """What each arm would have kept in the time that `like` took, seed by seed.
+
+    Raises `ValueError` where no epoch of an arm was over by then."""
     budgets = [ends(one.fit.history, costs[like])[-1] for one in adapted[like]]
     return {arm: [kept_by(one.fit.history, costs[arm], budget) for one, budget in zip(of, budgets, strict=True)]
             for arm, of in adapted.items()}
@@ -254,6 +259,6 @@ def plot_growth(
         axis.plot(*list(zip(*points("grown", one)))[:2], color="grey", lw=0.5)
         for k, of in groupby(points("grown", one), lambda point: point[2]):
             label = None if k in named else f"dendrites: {k}"
-            axis.plot(*list(zip(*of))[:2], "os^Dv<"[k], color=f"C{k}", ms=5, label=label)
+            axis.plot(*list(zip(*of))[:2], "os^Dv<"[k % 6], color=f"C{k}", ms=5, label=label)
             named.add(k)
 

@@ -11,6 +11,7 @@ from ..layers.dendritic_linear import DendriticLinear
 
 import copy
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -18,9 +19,17 @@ from torch import nn
 
 # %% ../../nbs/growth/05_quantised.ipynb #3e34a3af
 def _layers(model: nn.Module, skip: tuple[str, ...]) -> dict[str, nn.Module]:
-    "Linear and dendritic layers of `model` whose names do not begin with one of `skip`."
+    """Linear and dendritic layers of `model` whose names do not begin with one of `skip`.
+
+    Raises `ValueError` for one that shares its weight with another module."""
     modules = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, DendriticLinear))}
-    return {name: m for name, m in modules.items() if not (skip and name.startswith(skip))}
+    modules = {name: m for name, m in modules.items() if not (skip and name.startswith(skip))}
+    users = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    for name, m in modules.items():
+        if users[id(m.weight)] > 1:
+            raise ValueError(f"layer {name} shares its weight with another module: skip it, or untie it first")
+    return modules
+
 
 # %% ../../nbs/growth/05_quantised.ipynb #c092d31c
 def quantise(

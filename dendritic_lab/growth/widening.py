@@ -48,7 +48,7 @@ def resized(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> nn.Linear
     new = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype)
     new.weight.copy_(weight)
     if bias is not None: new.bias.copy_(bias)
-    return new.train(linear.training)
+    return new.train(linear.training).requires_grad_(linear.weight.requires_grad)
 
 
 @torch.no_grad()

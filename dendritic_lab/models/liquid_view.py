@@ -122,12 +122,12 @@ def depth_figure(
 # %% ../../nbs/models/16_liquid_view.ipynb #861b2a63
 @contextmanager
 def keeping(model: LiquidViT, keep_ratio: float):
-    "Let the gates of a model keep another share for a while."
-    ratios = [gate.keep_ratio for gate in model.gates]
-    for gate in model.gates: gate.keep_ratio = keep_ratio
+    "Let the gates of a model that drop tokens keep another share for a while."
+    dropping = [(gate, gate.keep_ratio) for gate in model.gates if gate.keep_ratio is not None]
+    for gate, _ in dropping: gate.keep_ratio = keep_ratio
     try: yield model
     finally:
-        for gate, ratio in zip(model.gates, ratios): gate.keep_ratio = ratio
+        for gate, ratio in dropping: gate.keep_ratio = ratio
 
 # %% ../../nbs/models/16_liquid_view.ipynb #01e33b06
 def explore(model: LiquidViT, pixel_values: Tensor):

@@ -48,6 +48,7 @@ def innermost(model: nn.Module, name: str) -> tuple[str, PreTrainedModel]:
 
 class Perforation(Handle):
     "A perforated model's handle; `perforate` makes it. It is a context manager that restores the model."
+    names, counts, unreached = (), (), ()  # of a copied handle, which belongs to none
 
     def __init__(self, model: nn.Module, selectors: Sequence[nn.Module] | nn.Module, sparsity: float | Sequence,
                  block_size: int, min_tokens: int, dense_layers: Collection[int]):

@@ -105,7 +105,8 @@ METHODS = ("recent", "keydiff", "snap", "gate")
 
 class CachePruning(Handle):
     "Handle of a model whose cache is pruned; `prune_cache` makes it. It is a context manager that restores the model."
-    model = staticmethod(lambda: None)  # a copied handle belongs to none
+    model = staticmethod(lambda: None)  # of a copied handle, which belongs to none
+    method, keep, counts, skipped = "", 1.0, {}, Counter()
 
     def __init__(self, model: PreTrainedModel, keep: float, method: str, window: int, sinks: int, kernel_size: int,
                  gate: Sequence[DistilledGate] | None):
@@ -131,7 +132,7 @@ class CachePruning(Handle):
                  **kwargs) -> tuple[Tensor, Tensor | None]:
         "Note what the last queries read, then let the call pass."
         layer = getattr(module, "layer_idx", None)
-        if q.shape[2] >= self.window and layer is not None:
+        if layer is not None and q.shape[2] >= self.window < k.shape[2]:  # where there is more than is kept anyway
             last, scale = q[:, :, -self.window:].detach(), kwargs.get("scaling") or q.shape[-1] ** -0.5
             seen = None if mask is None else seen_by(mask[:, :, -self.window:])
             if not isinstance(seen, str): self.votes[layer] = self.heard(module, last, k.detach(), seen, scale)

@@ -39,7 +39,7 @@ class CostMeter(Perforation):
             changes = [sparse_attention(q, k, v, each, layout, scale).transpose(1, 2) - out for each in kept]
 
         def note(gradient):
-            cost = torch.stack([(gradient * change).sum(-1).square().sum((0, 1)) for change in changes])
+            cost = torch.stack([(gradient.float() * change.float()).sum(-1).square().sum((0, 1)) for change in changes])
             self.costs[layer] = self.costs.get(layer, 0) + cost
 
         out.register_hook(note)
@@ -69,7 +69,10 @@ def head_budgets(
     sparsity: float,  # mean over all heads
     levels: Sequence[float] = LEVELS,  # rising
 ) -> list[list[float]]:  # share of blocks to drop, for each head of each layer: for `perforate` and `set_sparsity`
-    "Shares that cost least at a given mean. Raises `ValueError` for a mean that no levels have."
+    "Shares that cost least at a given mean. Raises `ValueError` for a mean that no levels have, and for NaN."
+    if costs.shape[-1] != len(levels) or not costs.isfinite().all():
+        raise ValueError(f"expected finite costs at {len(levels)} levels, got {tuple(costs.shape)}, "
+                         f"{int(costs.isfinite().logical_not().sum())} of them not finite")
     at = torch.tensor(levels, dtype=torch.float64)
     if not at[0] <= sparsity <= at[-1]:
         raise ValueError(f"sparsity must be between {levels[0]} and {levels[-1]}, got {sparsity}")
@@ -164,16 +167,18 @@ def tune_gates(
     lr: float = 1e-4,  # falls to 0 in a line
     block_size: int = 64,
 ) -> list[float]:  # loss at each step, nats a token
-    "Let gates learn which blocks lower the loss. Raises `ValueError` for no texts."
+    "Let gates learn which blocks lower the loss. Raises `ValueError` for no texts, and if no call can be sparse."
     if not len(rows): raise ValueError("gates are tuned on at least one text")
     frozen = [p for p in model.parameters() if p.requires_grad]
     optimizer, losses = torch.optim.Adam([p for gate in gates for p in gate.parameters()], lr), []
     for p in frozen: p.requires_grad_(False)
     try:
-        with perforate(model, gates, sparsity, block_size, min_tokens=0), torch.enable_grad():
+        with perforate(model, gates, sparsity, block_size, min_tokens=0) as handle, torch.enable_grad():
             for i, row in enumerate(tqdm(rows, "tuning gates")):
                 for group in optimizer.param_groups: group["lr"] = lr * (1 - i / len(rows))
                 loss = model(row[None], labels=row[None], use_cache=False).loss
+                if not loss.requires_grad:
+                    raise ValueError("no attention can be sparse: " + "; ".join(set(handle.report().why)))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

@@ -74,7 +74,9 @@ class DecoderArms:
     def losses(self, rows: Tensor, arm: str, sparsity: float) -> Tensor:  # (1, texts) nats a token
         "Raises `RuntimeError` where an arm could not leave anything out."
         with self.perforated(arm, sparsity) as handle: found = position_losses([self.model], rows, size=1).mean(-1)
-        if handle and not handle.report().sparse_calls.all(): raise RuntimeError(f"{arm} was dense in part")
+        counts = handle.counts if handle else ()
+        if handle and not any(count.sparse for count in counts) or any(c.dense.keys() - {"sparsity 0"} for c in counts):
+            raise RuntimeError(f"{arm} was dense in part: {'; '.join(filter(None, set(handle.report().why)))}")
         return torch.from_numpy(found)
 
     def finds(self, problems: Sequence[Retrieval], arm: str, sparsity: float) -> Tensor:  # (1, problems) bool

@@ -85,6 +85,7 @@ def on_curve(
     places = sorted(points)
     if not places[0] <= at <= places[-1]:
         raise ValueError(f"the curve is known from {places[0]:,} to {places[-1]:,}, not at {at:,}")
+    if len(places) == 1: return points[places[0]]
     above = max(1, bisect_left(places, at))
     low, high = places[above - 1], places[above]
     part = (at - low) / (high - low)

@@ -101,7 +101,8 @@ def prune_units(
     kinds: Sequence[str] = (),  # none: all but neurons
     rounds: int = 1,
 ) -> PreTrainedModel:
-    "A smaller copy of `model`. Raises `ValueError` for kinds of units that it does not have."
+    "A smaller copy of `model`. Raises `ValueError` for kinds of units that it does not have, and for no rounds."
+    if rounds < 1: raise ValueError(f"rounds must be at least 1, got {rounds}")
     kinds, model, units = kinds or sorted({u.kind for u in list_units(model)} - {"neuron"}), copy.deepcopy(model), []
     for i in range(rounds):
         scores = taylor_unit_scores(model, calibration.batches(), kinds=kinds) | dict.fromkeys(units, -1.0)

@@ -31,11 +31,13 @@ def train_folds(
     arms: Mapping[str, Callable[[float, int, Path | None], Tensors]],  # (rate, fold, folder) -> tensors
     rates: Sequence[float],
     folds: int,
-    labels: Sequence[Tensor],  # of validation texts, of which the tensors have `validation`, the logits: of the first
-                               # fold, or of the first folds, which then choose together
+    labels: Sequence[Tensor],  # of the validation texts of the first folds, one or more, which choose the rate together
     folder: Path | None = None,  # of all trainings
 ) -> tuple[dict[str, list[Tensors]], dict[str, dict[float, float]]]:
-    "Train every arm in every fold. Gives each arm's tensors, one a fold, and its losses by rate (squared for numbers)."
+    """Train every arm in every fold, at the rate with the lowest loss of validation texts.
+
+    An arm's tensors must have `validation`, its logits (texts, classes). Gives each arm's tensors, one a fold, and its
+    losses by rate, squared errors where labels are numbers."""
     def done(wanted):
         return share_jobs({f"{arm}-{lr:g}-{fold}": kept(partial(arms[arm], lr, fold), resumes=True)
                            for arm, lr, fold in wanted}, folder)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PARTS', 'RIVALS', 'ARMS', 'OPEN', 'SIZES', 'match_operations', 'rival_layers', 'build_arm', 'proportioned',
-           'train_liquid', 'scorer', 'pretrain']
+           'train_liquid', 'scorer']
 
 # %% ../../nbs/training/12_liquid.ipynb #d2642b5d
 from ..evaluate.predictions import accuracy, predict
@@ -12,7 +12,6 @@ from ..layers.token_reduction import DynamicViTGate, EViTGate, RandomGate, ToMeG
 from ..measure import evaluating
 from ..models.liquid_operations import operations
 from ..models.liquid_vit import LiquidViT, LiquidViTConfig, anneal, learning_rates, quarters
-from ..models.masked_autoencoder import MaskedAutoencoder
 from .distillation import distillation_loss
 from .loop import fit
 from .state import Fit
@@ -119,9 +118,3 @@ def scorer(batches: DataLoader, labels: Tensor) -> Callable[[nn.Module], dict[st
         logits, truth = predict(model, batches), labels.cpu()
         return {"accuracy": accuracy(logits, truth), "loss": F.cross_entropy(logits, truth).item()}
     return score
-
-# %% ../../nbs/training/12_liquid.ipynb #161bc60b
-def pretrain(model: LiquidViT, train: DataLoader, *, decoder_width: int = 64, **settings) -> Fit:
-    "Masked autoencoding on the images of `train`, whose labels are not used. Trains `model` in place."
-    settings = dict(schedule="cosine", warmup=0.05, weight_decay=0.05, description="masked autoencoding") | settings
-    return fit(MaskedAutoencoder(model, decoder_width=decoder_width), train, **settings)
