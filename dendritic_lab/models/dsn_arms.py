@@ -51,6 +51,7 @@ def cut_encoder(
     layers: int,  # first layers that stay
     num_labels: int = 2,
     pooling: Literal["cls", "mean"] = "cls",  # what the classifier reads: the first token, or the mean of all
+    like: nn.Module | None = None,  # another of these, whose weights it gets as far as they go
 ) -> PreTrainedModel | MeanPooledEncoder:  # its tokenizer is in `.tokenizer`
     "A pretrained encoder's first layers with a new classifier. Raises `ValueError` for more layers than it has."
     if pooling not in ("cls", "mean"): raise ValueError(f"pooling must be cls or mean, got {pooling!r}")
@@ -63,6 +64,7 @@ def cut_encoder(
     stack.layer = stack.layer[:layers]
     model.config.num_hidden_layers = layers
     if pooling == "mean": model = MeanPooledEncoder(base, num_labels)
+    if like is not None: model.load_state_dict(like.state_dict(), strict=False)
     model.tokenizer = AutoTokenizer.from_pretrained(path)
     return model
 
