@@ -21,7 +21,7 @@ from ..evaluate.perforation import measure_sparsity
 from ..evaluate.predictions import predict
 from ..models.perforated_bert import PerforatedBertForSequenceClassification
 from ..models.smaller import int8
-from .jobs import Tensors, fingerprint, kept, share_jobs
+from .jobs import Tensors, fingerprint, kept, tuned
 from .loop import fit
 from .scorers import distil_scorers, training_only
 from .variants import Variant, learn_from
@@ -38,21 +38,21 @@ def train_folds(
 
     An arm's tensors must have `validation`, its logits (texts, classes). Gives each arm's tensors, one a fold, and its
     losses by rate, squared errors where labels are numbers."""
-    def done(wanted):
-        return share_jobs({f"{arm}-{lr:g}-{fold}": kept(partial(arms[arm], lr, fold), resumes=True)
-                           for arm, lr, fold in wanted}, folder)
+    def loss(logits, right):
+        if right.is_floating_point(): return F.mse_loss(logits[:, 0], right).item()
+        return F.cross_entropy(logits, right).item()
 
-    def loss(arm, lr):
-        said = [tried[f"{arm}-{lr:g}-{fold}"]["validation"] for fold in range(len(labels))]
-        return np.mean([(F.mse_loss(logits[:, 0], right) if right.is_floating_point() else
-                         F.cross_entropy(logits, right)).item() for logits, right in zip(said, labels)]).item()
+    def job(arm, lr, fold):
+        work = kept(partial(arms[arm], lr, fold), resumes=True)
+        def scored(path):
+            tensors = work(path)
+            return tensors, -loss(tensors["validation"], labels[fold]) if fold < len(labels) else 0.0
+        return scored
 
-    tried = done((arm, lr, fold) for fold in range(len(labels)) for arm in arms for lr in rates)
-    losses = {arm: {lr: loss(arm, lr) for lr in rates} for arm in arms}
-    best = {arm: min(of, key=of.get) for arm, of in losses.items()}
-    others = done((arm, best[arm], fold) for fold in range(len(labels), folds) for arm in arms)
-    all_of = lambda arm: [(tried | others)[f"{arm}-{best[arm]:g}-{fold}"] for fold in range(folds)]
-    return {arm: all_of(arm) for arm in arms}, losses
+    found, _, scores = tuned(job, [*arms], rates, folds, folder, deciding=len(labels))
+    losses = {arm: {lr: -score for lr, score in of.items()} for arm, of in scores.items()}
+    return {arm: [tensors for tensors, _ in of] for arm, of in found.items()}, losses
+
 
 # %% ../../nbs/training/17_frontier.ipynb #6c671cb1
 BITS = {"": "float32", ".int8": "8 bits"}  # endings of names

@@ -58,17 +58,21 @@ def tuned(
     rates: Sequence[float],
     seeds: int,
     folder: Path | None = None,
-    trial: Callable[..., Callable] | None = None,  # (arm, rate) -> the same, but shorter
-) -> tuple[dict, dict]:  # arm -> what its jobs gave, one a seed; arm -> its rate
-    "Do every arm's jobs at the rate that had the highest score in a trial, or with the first seed if there is none."
-    last, attempt = ("trial", trial) if trial else (0, lambda arm, lr: job(arm, lr, 0))
+    trial: Callable[..., Callable] | None = None,  # (arm, rate, seed) -> the same, but shorter
+    deciding: int = 1,  # how many seeds are tried at all rates
+) -> tuple[dict, dict, dict]:  # of each arm what its jobs gave, one a seed; its rate; mean scores by rate
+    "Do every arm's jobs at the rate with the highest score in trials; without any, in the jobs of the first seeds."
     named = lambda arm, lr, end: f"{arm if isinstance(arm, str) else '-'.join(map(str, arm))}-{lr:g}-{end}"
-    tries = [(arm, lr) for arm in arms for lr in rates] if len(rates) > 1 else []
-    done = share_jobs({named(arm, lr, last): attempt(arm, lr) for arm, lr in tries}, folder)
-    best = {arm: max(rates, key=lambda lr: done[named(arm, lr, last)][1]) if tries else rates[0] for arm in arms}
-    wanted = {named(arm, best[arm], seed): job(arm, best[arm], seed) for arm in arms for seed in range(seeds)}
+    end, attempt = ("trial-{}", trial) if trial else ("{}", job)
+    tries = [(arm, lr, seed) for seed in range(deciding) for arm in arms for lr in rates]
+    if trial and len(rates) == 1: tries = []  # nothing to choose, and nothing that is needed
+    done = share_jobs({named(arm, lr, end.format(seed)): attempt(arm, lr, seed) for arm, lr, seed in tries}, folder)
+    mean = lambda arm, lr: sum(done[named(arm, lr, end.format(seed))][1] for seed in range(deciding)) / deciding
+    scores = {arm: {lr: mean(arm, lr) for lr in rates} for arm in arms} if tries else {}
+    best = {arm: max(rates, key=scores[arm].get) if tries else rates[0] for arm in arms}
+    wanted = {named(arm, best[arm], seed): job(arm, best[arm], seed) for seed in range(seeds) for arm in arms}
     done |= share_jobs({name: work for name, work in wanted.items() if name not in done}, folder)
-    return {arm: [done[named(arm, best[arm], seed)] for seed in range(seeds)] for arm in arms}, best
+    return {arm: [done[named(arm, best[arm], seed)] for seed in range(seeds)] for arm in arms}, best, scores
 
 
 # %% ../../nbs/training/11_jobs.ipynb #88bdd9fb
