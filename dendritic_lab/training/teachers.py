@@ -8,15 +8,13 @@ __all__ = ['teacher_logits', 'Taught', 'ask_all']
 # %% ../../nbs/training/20_teachers.ipynb #84627ac5
 from ..models.dsn_arms import MeanPooledEncoder
 from ..models.dsn_lexicon import Lexicon, ask_teachers
-from .jobs import fingerprint, kept, share_jobs
+from .jobs import fingerprint, kept, share_jobs, tuned
 from .texts import fit_texts, predict_texts
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -64,32 +62,27 @@ def ask_all(
     **settings,  # of `fit_texts`, but its rate
 ) -> Taught:
     "Fine-tune teachers, and let them say what they know."
-    def tuned(place, seed, lr, texts, labels, **other):
-        torch.manual_seed(seed)
-        about = dict(description=f"teacher {seed}, {lr:g}", precision=precision, checkpoint=place)
-        done = fit_texts(teacher := build(), texts, labels, validation, seed=seed, lr=lr, **about, **settings | other)
-        return teacher, done.best_score
+    def fitted(seed, lr, texts, labels, **other):
+        def work(place):
+            torch.manual_seed(seed)
+            about = dict(description=f"teacher {seed}, {lr:g}", precision=precision, checkpoint=place, seed=seed, lr=lr)
+            done = fit_texts(teacher := build(), texts, labels, validation, **about, **settings | other)
+            return teacher, done.best_score
+        return work
 
-    def trial(place, lr):
-        some = torch.randperm(len(train[0]), generator=torch.manual_seed(0))[:math.ceil(len(train[0]) / 5)].tolist()
-        return tuned(place, 0, lr, *([part[i] for i in some] for part in train), epochs=1)[1]
-
-    def choose(place, *scores): return max(zip(scores, rates), key=itemgetter(0))[1] if scores else rates[0]
-
-    def fine_tune(place, lr, seed): return tuned(place, seed, lr, *train)[0]
-
-    def label(place, teacher): return teacher_logits(teacher, texts, place and place.parent, precision)
-
-    def describe(place, *teachers):
+    def describe(place):
         file = place and place.with_name(f"lexicon-{fingerprint(teachers, [str(candidates), *train[0]])}")
         said = kept(lambda: ask_teachers(teachers, train[0], candidates).tensors)(file)
         return Lexicon(teachers[0].tokenizer, train[0], **said)
 
-    trials = {f"try-teacher-{lr:g}": partial(trial, lr=lr) for lr in rates if len(rates) > 1}
-    names = [f"teacher-{seed}" for seed in range(count)]
-    jobs = trials | {"rate": choose} | {name: partial(fine_tune, seed=seed) for seed, name in enumerate(names)}
-    jobs |= {f"labels-{name}": label for name in names} | {"lexicon": describe}
-    needs = {"rate": [*trials], "lexicon": names} | {name: ["rate"] for name in names}
-    done = share_jobs(jobs, folder, needs | {f"labels-{name}": [name] for name in names})
-    logits = torch.stack([done[f"labels-{name}"] for name in names]).mean(0)
-    return Taught([done[name] for name in names], done["rate"], logits, done["lexicon"])
+    def label(teacher): return lambda place: teacher_logits(teacher, texts, place and place.parent, precision)
+
+    some = torch.randperm(len(train[0]), generator=torch.manual_seed(0))[:math.ceil(len(train[0]) / 5)].tolist()
+    trial = lambda arm, lr, seed: fitted(seed, lr, *([part[i] for i in some] for part in train), epochs=1)
+    job = lambda arm, lr, seed: fitted(seed, lr, *train)
+    found, best, _ = tuned(job, ["teacher"], rates, count, folder, trial)
+    teachers = [teacher for teacher, _ in found["teacher"]]
+    jobs = {f"labels-{seed}": label(teacher) for seed, teacher in enumerate(teachers)} | {"lexicon": describe}
+    *logits, lexicon = share_jobs(jobs, folder).values()
+    return Taught(teachers, best["teacher"], torch.stack(logits).mean(0), lexicon)
+
