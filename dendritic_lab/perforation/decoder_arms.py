@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 # %% ../../nbs/perforation/04_decoder_arms.ipynb #1bb84418
 class DecoderArms:
     "Every way to choose a decoder's blocks, at several shares to drop."
-    names = "window", "means", "pooled", "pooled_budgets", "gate", "gate_budgets", "tuned", "oracle"
+    names = "window", "coarse", "pooled", "pooled_budgets", "gate", "gate_budgets", "tuned", "oracle"
     seekers = "window", "pooled", "pooled_budgets", "gate", "gate_budgets", "oracle"  # those that also look for facts
 
     def __init__(self,
@@ -62,7 +62,7 @@ class DecoderArms:
         kind, _, budgets = arm.partition("_")
         if budgets: sparsity = head_budgets(self.fitted["gate-costs" if kind == "gate" else "costs"]["costs"], sparsity)
         if kind == "tuned": return load_gates(self.fitted[f"tuned-{sparsity:g}"]), sparsity
-        selectors = {"window": WindowSink, "means": lambda: PooledTopK(self.block_size), "pooled": PooledTopK,
+        selectors = {"window": WindowSink, "coarse": lambda: PooledTopK(self.block_size), "pooled": PooledTopK,
                      "gate": lambda: load_gates(self.fitted["gates"]), "oracle": Oracle}
         return selectors[kind](), sparsity
 
