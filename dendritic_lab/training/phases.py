@@ -4,14 +4,12 @@
 
 # %% auto #0
 __all__ = ['CALIBRATION', 'Phase', 'of_all_processes', 'controlled_loss', 'training_step', 'train_phase', 'calibrate',
-           'train_phases', 'train_alike', 'distil_scorers', 'is_scorer', 'learning_rates', 'measure_sparsity',
-           'scorer_loss']
+           'train_phases', 'distil_scorers', 'is_scorer', 'learning_rates', 'measure_sparsity', 'scorer_loss']
 
 # %% ../../nbs/training/09_phases.ipynb #344281fd
 from ..evaluate.perforation import decisions_of, measure_sparsity
 from ..layers.sparsity_control import SparsityController, SparsitySchedule, TemperatureSchedule
-from ..models.perforated_bert import (
-    PerforatedBertForSequenceClassification, PerforatedBertPreTrainedModel, PerforatedOutput)
+from ..models.perforated_bert import PerforatedBertPreTrainedModel, PerforatedOutput
 from .loop import Fit, fit
 from .scorers import distil_scorers, is_scorer, learning_rates, scorer_loss, training_only
 
@@ -25,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSequenceClassification
 
 # %% ../../nbs/training/09_phases.ipynb #af9848db
 _all_ = ["distil_scorers", "is_scorer", "learning_rates", "measure_sparsity", "scorer_loss"]
@@ -196,26 +193,3 @@ def train_phases(
     if fits.keys() & {"sparse", "hard"} and model.base_model.controller.gain:
         calibrate(model, list(islice(train, CALIBRATION)))
     return fits
-
-# %% ../../nbs/training/09_phases.ipynb #ca1192c6
-def train_alike(
-    path: str,  # a checkpoint of the BERT family
-    train: DataLoader,
-    seed: int,
-    config: dict,  # of both models, such as num_labels and num_hidden_layers
-    block_size: int = 64,  # tokens, of the perforated one
-    lr: float = 1e-4,  # of weights
-    warm_epochs: int = 1, sparse_epochs: int = 1, hard_epochs: int = 1,  # together those of the dense model
-    **perforation,  # sparsity, keep_ratio, scorer_lr of `train_phases`
-) -> tuple[nn.Module, PerforatedBertForSequenceClassification]:  # dense, perforated; the latter with learned thresholds
-    "Fine-tune a dense and a perforated classifier from one checkpoint, seed and data."
-    config = {"attention_probs_dropout_prob": 0.0, **config}
-    torch.manual_seed(seed)
-    dense = AutoModelForSequenceClassification.from_pretrained(path, **config)
-    fit(dense, train, epochs=warm_epochs + sparse_epochs + hard_epochs, lr=lr, seed=seed,
-        description=f"dense, seed {seed}")
-    torch.manual_seed(seed)
-    perforated = PerforatedBertForSequenceClassification.from_pretrained(path, block_size=block_size, **config)
-    epochs = dict(warm_epochs=warm_epochs, sparse_epochs=sparse_epochs, hard_epochs=hard_epochs)
-    train_phases(perforated, train, lr=lr, seed=seed, **epochs, **perforation)
-    return dense, perforated
