@@ -73,9 +73,10 @@ def _variances(items: np.ndarray, statistic: Callable | None, resamples: int) ->
 
 # %% ../../nbs/measure/02_statistics.ipynb #3e5d9ab6
 def _least_variance(arms: list[np.ndarray], bounds: tuple[float, float]) -> float:
-    "The least variance over test sets of items that are right or wrong, all at one of the metric's bounds; else 0."
+    "The least variance over test sets of items that are right or wrong, or differences of two such; else 0."
     low, high = bounds
-    if not math.isfinite(high - low) or not all(np.isin(arm, bounds).all() for arm in arms): return 0.0
+    values = low, (low + high) / 2, high  # the middle: two arms that agree about an item
+    if not math.isfinite(high - low) or not all(np.isin(arm, values).all() for arm in arms): return 0.0
     span, count = high - low, arms[0].shape[1]
     if len(arms) == 2: return (span / (count + 2)) ** 2
     padded = np.concatenate([arms[0].mean(0), [low, low, high, high]])  # seeds' mean of each item
