@@ -67,7 +67,7 @@ def table_of(root: Path, name: str) -> str:
     "The table of one experiment with where it was measured. Raises `KeyError` for an unknown experiment."
     result = {r.name: r for r in results(root)}[name]
     if not result.summary: return f"*{result.experiment.title}*: {AGAIN}."
-    limits = result.summary["limits"] or ""
+    limits = f"Limits: {result.summary['limits']}" if result.summary["limits"] else ""
     return f"{own_table(result)}\n\n{limits} {result.measured}. Run `{result.run.relative_to(root)}`.".strip()
 
 # %% ../../nbs/lab/15_publish.ipynb #daaebb18
