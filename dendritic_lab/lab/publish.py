@@ -75,7 +75,8 @@ def main_picture(root: Path) -> str:
     "The figure of the main result of all as Markdown for README; empty where none has one."
     result = main_result([r for r in results(root) if r.figure])
     if not result: return ""
-    return f"![{result.summary['caption']}]({result.figure.relative_to(root)})\n\n{result.summary['sentence']}"
+    picture = f"![{result.summary['caption']}]({result.figure.relative_to(root)})"
+    return f"{picture}\n\n*{result.experiment.title}*; more below."
 
 
 def part(words: str, root: Path, at: str = "") -> str:  # at: how to get from the page to the checkout
