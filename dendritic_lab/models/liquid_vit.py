@@ -53,6 +53,7 @@ class LiquidViTConfig:
     diversity_weight: float = 0.01  # of the branches' diversity loss
     keep_weight: float = 2.0  # of the keep-ratio loss, where the count is not fixed
     attention: bool = False  # gates add the attention of CLS in the block before to what branches say
+    joining: bool = False  # what a gate drops joins its likes; otherwise it is fused, all in one
 
     def __post_init__(self):
         object.__setattr__(self, "gate_layers", tuple(self.gate_layers))
@@ -331,7 +332,8 @@ def liquid_gates(c: LiquidViTConfig) -> list[LiquidGate]:
     "The gates that a configuration describes: none where all its parts are off."
     if not c.gated: return []
     spans = [layer - before for before, layer in zip((0, *c.gate_layers), c.gate_layers)]
-    names = "gating", "cfc", "num_branches", "gate_dim", "state_dim", "selection", "diversity_weight", "attention"
+    names = "gating", "cfc", "num_branches", "gate_dim", "state_dim", "selection", "diversity_weight"
+    names = *names, "attention", "joining"
     shared = {name: getattr(c, name) for name in names} | {"keep_weight": c.keep_weight / len(spans)}
     return [LiquidGate(c.width, c.keep_ratio if c.sparse else None, span=span, **shared) for span in spans]
 

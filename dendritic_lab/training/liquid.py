@@ -8,7 +8,7 @@ __all__ = ['PARTS', 'RIVALS', 'ARMS', 'OPEN', 'SIZES', 'match_operations', 'riva
 
 # %% ../../nbs/training/12_liquid.ipynb #d2642b5d
 from ..evaluate.predictions import accuracy, predict
-from ..layers.token_reduction import DynamicViTGate, EViTGate, RandomGate, ToMeGate
+from ..layers.token_reduction import DynamicViTGate, EViTGate, RandomGate, ToMeGate, TPSGate
 from ..measure import evaluating
 from ..models.liquid_operations import operations
 from ..models.liquid_vit import LiquidViT, LiquidViTConfig, anneal, learning_rates, quarters
@@ -44,9 +44,10 @@ def match_operations(
 # %% ../../nbs/training/12_liquid.ipynb #5660e93e
 PARTS = {"full": {}, "gating": dict(cfc=False, sparse=False), "cfc": dict(gating=False, sparse=False),
          "sparse": dict(gating=False, cfc=False), "sparse_gating": dict(cfc=False),
-         "attentive": dict(cfc=False, attention=True)}  # settings that differ from the full model's
-RIVALS = {"random": RandomGate, "evit": EViTGate, "evit_late": EViTGate, "tome": ToMeGate,
-          "dynamicvit": DynamicViTGate}
+         "attentive": dict(cfc=False, attention=True),
+         "joining": dict(cfc=False, joining=True)}  # settings that differ from the full model's
+RIVALS = {"random": RandomGate, "evit": EViTGate, "evit_late": EViTGate, "tps": TPSGate,
+          "tome": ToMeGate, "dynamicvit": DynamicViTGate}
 ARMS = ("baseline", *PARTS, *RIVALS)
 OPEN = {"threshold": dict(selection="threshold")}  # an image decides how many tokens, so operations cannot be matched
 
@@ -71,7 +72,7 @@ def build_arm(
         count = len(plain.gate_layers)
         learned = (full.width, 1.0, full.keep_weight / count)  # DynamicViT's gate is made for a width
         model = LiquidViT(plain, [RIVALS[name](*learned if name == "dynamicvit" else (1.0,)) for _ in range(count)])
-    if name in (*RIVALS, "sparse", "sparse_gating", "attentive") and full.selection == "topk":
+    if name in (*RIVALS, "sparse", "sparse_gating", "attentive", "joining") and full.selection == "topk":
         match_operations(model, sum(operations(LiquidViT(full)).values()))
     return model
 
