@@ -4,20 +4,22 @@
 
 # %% auto #0
 __all__ = ['PARTS', 'RIVALS', 'ARMS', 'OPEN', 'SIZES', 'match_operations', 'rival_layers', 'build_arm', 'proportioned',
-           'train_liquid', 'scorer']
+           'foresight', 'foresight_loss', 'train_liquid', 'scorer']
 
 # %% ../../nbs/training/12_liquid.ipynb #d2642b5d
 from ..evaluate.predictions import accuracy, predict
-from ..layers.token_reduction import DynamicViTGate, EViTGate, RandomGate, ToMeGate, TPSGate
+from ..layers.token_reduction import (
+    cls_attention, DynamicViTGate, EViTGate, RandomGate, ToMeGate, TPSGate)
 from ..measure import evaluating
 from ..models.liquid_operations import operations
-from ..models.liquid_vit import LiquidViT, LiquidViTConfig, anneal, learning_rates, quarters
+from ..models.liquid_vit import (
+    GateDecision, LiquidViT, LiquidViTConfig, anneal, learning_rates, quarters)
 from .distillation import distillation_loss
 from .loop import fit
 from .state import Fit
 
 # %% ../../nbs/training/12_liquid.ipynb #7d8bf7fa
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -86,6 +88,36 @@ def proportioned(width: int, **settings) -> LiquidViTConfig:
 SIZES = {"tiny": proportioned(32, stem="conv", mlp_ratio=2), "small": proportioned(96, stem="conv", mlp_ratio=2),
          "document": LiquidViTConfig()}  # of the full model
 
+# %% ../../nbs/training/12_liquid.ipynb #b1d68961
+def foresight(
+    teacher: LiquidViT,  # without gates
+    pixels: Tensor,  # (batch, channels, size, size)
+) -> tuple[Tensor, Tensor]:  # (batch, classes), (depth, batch, patches)
+    "Logits, and the attention of CLS to each patch: row i is the mean over block i and all later ones."
+    hidden, seen = teacher.embed(pixels), []
+    for block in teacher.blocks:
+        hidden, query, key = block(hidden)
+        seen.append(cls_attention(query, key)[:, 1:])
+    behind = torch.stack(seen).flip(0).cumsum(0) / torch.arange(1, len(seen) + 1, device=pixels.device)[:, None, None]
+    return teacher.head(teacher.norm(hidden[:, 0])), behind.flip(0)
+
+
+def foresight_loss(
+    decisions: Sequence[GateDecision],
+    told: Tensor,  # (depth, batch, patches) from `foresight`
+) -> Tensor:  # scalar, in nats
+    """Cross-entropy of a gate's shares, the softmax of its scores' logits, with the attention to come; mean over gates.
+
+    Of patches only; what earlier gates have dropped is ranked like the rest. Gates without scores have none.
+    """
+    losses = []
+    for one in (one for one in decisions if one.scores is not None):
+        patch = one.position > 0
+        wanted = told[one.layer].gather(1, (one.position - 1).clamp(min=0)) * patch
+        said = torch.logit(one.scores.float().amax(-1).clamp(1e-6, 1 - 1e-6)).masked_fill(~patch, -1e4).log_softmax(-1)
+        losses.append(-(wanted / wanted.sum(1, keepdim=True) * said).sum(1).mean())
+    return torch.stack(losses).mean() if losses else told.new_zeros(())
+
 # %% ../../nbs/training/12_liquid.ipynb #d81b2e7a
 def train_liquid(
     model: LiquidViT,  # trained in place
@@ -95,16 +127,19 @@ def train_liquid(
     gates: float = 1.0,  # rate of the gates' parameters over that of the others
     anneal_epochs: int = 50,  # until the temperature has fallen from 5.0 to 0.1
     soft_epochs: int = 5,  # at first, in which tokens are dimmed but none is dropped
-    teacher: nn.Module | None = None,
+    teacher: LiquidViT | None = None,
     distil: float = 0.5,  # weight of the teacher, where there is one; the loss has the rest
+    lesson: float = 0.0,  # weight of `foresight_loss`, where a teacher without gates tells gates what to keep
     **settings,  # of `fit`
 ) -> Fit:
     "Train any arm."
     def taught(student: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        out, pixels = student(**batch), batch["pixel_values"]
+        out, pixels = student(**batch, output_decisions=lesson > 0), batch["pixel_values"]
         half = torch.autocast(pixels.device.type, torch.bfloat16, enabled=settings.get("precision") == "bf16")
-        with evaluating(teacher), half: told = teacher(pixels).logits
-        return (1 - distil) * out.loss + distil * distillation_loss(out.logits.float(), told.float())
+        with evaluating(teacher), half:
+            logits, told = foresight(teacher, pixels) if lesson else (teacher(pixels).logits, None)
+        loss = (1 - distil) * out.loss + distil * distillation_loss(out.logits.float(), logits.float())
+        return loss + lesson * foresight_loss(out.decisions, told) if lesson else loss
 
     if teacher is not None: teacher.to(next(model.parameters()).device)
     settings = dict(schedule="cosine", warmup=0.05, weight_decay=0.05, clip=1.0) | settings
