@@ -11,8 +11,7 @@ from .gating import DendriticGating, diversity_loss
 from .token_reduction import cls_attention
 from .token_selection import (
     keep_ratio_loss, rank_by_mask, rank_tokens, threshold_mask, top_k_mask)
-from .tokens import (
-    Gate, Tokens, gather_joined, gather_tokens, join_operations, mask_joined, mask_tokens)
+from .tokens import Gate, Tokens, gather_tokens, mask_tokens
 
 # %% ../../nbs/layers/13_liquid_gate.ipynb #1aaf636c
 from dataclasses import replace
@@ -25,8 +24,7 @@ from torch import Tensor, nn
 class LiquidGate(Gate):
     """Weighs tokens, drops some, moves the states of the others. `temperature` and `soft` say how choices are learned.
 
-    Raises `ValueError` for an unknown selection, for attention without branches, for joining without a fixed number to
-    drop and where all three parts are off.
+    Raises `ValueError` for an unknown selection, for attention without branches and where all three parts are off.
     """
 
     def __init__(self,
@@ -42,7 +40,6 @@ class LiquidGate(Gate):
         diversity_weight: float = 0.01,  # of the branches' diversity loss
         keep_weight: float = 2.0,  # of the keep-ratio loss, where the count is not fixed
         attention: bool = False,  # add the attention of CLS to what branches say
-        joining: bool = False,  # what is dropped joins its likes; otherwise it is fused, all in one
     ):
         super().__init__(keep_ratio)
         if selection not in ("topk", "threshold"):
@@ -50,10 +47,7 @@ class LiquidGate(Gate):
         if not (gating or cfc or keep_ratio): raise ValueError("a gate needs one of gating, cfc and a keep ratio")
         self.span, self.diversity_weight, self.keep_weight = span, diversity_weight, keep_weight
         if attention and not gating: raise ValueError("attention is added to what branches say, so it needs gating")
-        drops, self.reads_attention = keep_ratio is not None, attention or joining
-        if joining and (selection != "topk" or not drops):
-            raise ValueError("joining is for what drops a fixed number of tokens, so it needs a keep ratio and topk")
-        self.joining = joining
+        drops, self.reads_attention = keep_ratio is not None, attention
         self.gating = DendriticGating(width, num_branches, gate_dim) if gating else None
         self.scorer = nn.Linear(width, 1) if drops and not gating else None
         self.cfc = CfCGate(width, state_dim, state_dim) if cfc else None
@@ -93,9 +87,7 @@ class LiquidGate(Gate):
             importance = logits.sigmoid()
         if self.gating is not None:
             asked = logits if self.slope is None else logits + self.received(tokens)
-            size = tokens.importance if self.joining else None  # what has been joined counts for all its parts
-            weight = importance if size is None else importance * size
-            tokens = replace(tokens, importance=weight)  # attention has a say in what is kept, not in the weight
+            tokens = replace(tokens, importance=importance)  # attention has a say in what is kept, not in the weight
             if self.slope is not None: logits, importance = asked, asked.sigmoid()
             if self.training: tokens.penalties.append(self.diversity_weight * diversity_loss(branches))
         if self.threshold is not None: tokens = self.drop_by_threshold(tokens, logits, importance, masked)
@@ -109,12 +101,10 @@ class LiquidGate(Gate):
         "Keep a fixed count."
         count = self.remaining(tokens.candidates)
         if count == tokens.candidates: return tokens
-        alone, hard = count if self.joining else count - 1, not (self.soft and self.training)
-        if not masked:
-            if self.joining: return gather_joined(tokens, rank_tokens(logits), count)
-            return gather_tokens(tokens, rank_tokens(logits), count, count, importance)
-        keep = top_k_mask(logits, alone, self.temperature, tokens.kept, hard)
-        return mask_joined(tokens, keep, count) if self.joining else mask_tokens(tokens, keep, count, importance)
+        if not masked: return gather_tokens(tokens, rank_tokens(logits), count, count, importance)
+        hard = not (self.soft and self.training)
+        keep = top_k_mask(logits, count - 1, self.temperature, tokens.kept, hard)
+        return mask_tokens(tokens, keep, count, importance)
 
     def drop_by_threshold(self, tokens: Tokens, logits: Tensor, importance: Tensor, masked: bool) -> Tokens:
         "Keep what passes the learned threshold."
@@ -133,8 +123,7 @@ class LiquidGate(Gate):
         if self.slope is not None: parts["reduction"] += before * width
         if self.scorer is not None: parts["reduction"] += before * width
         if self.gating is not None or self.scorer is not None: parts["norm"] = 5 * before * width
-        if self.joining: parts["reduction"] += join_operations(before, after, width // heads)
-        elif after < before:  # fusing, also of importance
+        if after < before:  # fusing, also of importance
             parts["reduction"] += (before - after + 1) * (width + state_dim + (self.gating is not None))
         if self.cfc is None: return parts
         inner = self.cfc.state_dim

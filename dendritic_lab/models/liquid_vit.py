@@ -8,6 +8,7 @@ __all__ = ['LiquidViTConfig', 'Attention', 'weighted_attention', 'Block', 'Patch
            'learning_rates']
 
 # %% ../../nbs/models/15_liquid_vit.ipynb #deb5ef64
+from ..layers.dendritic_merging import DendriticMergeGate
 from ..layers.liquid_gate import LiquidGate
 from ..layers.sparsity_control import TemperatureSchedule
 from ..layers.token_selection import keep_count
@@ -49,11 +50,10 @@ class LiquidViTConfig:
     num_branches: int = 4
     gate_dim: int = 64
     state_dim: int = 32
-    selection: str = "topk"  # or "threshold": as many as pass it
+    selection: str = "topk"  # or "threshold": as many as pass it; or "merge": `DendriticMergeGate`
     diversity_weight: float = 0.01  # of the branches' diversity loss
     keep_weight: float = 2.0  # of the keep-ratio loss, where the count is not fixed
     attention: bool = False  # gates add the attention of CLS in the block before to what branches say
-    joining: bool = False  # what a gate drops joins its likes; otherwise it is fused, all in one
 
     def __post_init__(self):
         object.__setattr__(self, "gate_layers", tuple(self.gate_layers))
@@ -63,12 +63,14 @@ class LiquidViTConfig:
         for name, parts in (("image_size", self.patch_size), ("width", self.heads)):
             value = getattr(self, name)
             if value % parts: raise ValueError(f"{name} {value} cannot be divided by {parts}")
-        for name, known in (("stem", ("patch", "conv")), ("selection", ("topk", "threshold"))):
+        for name, known in (("stem", ("patch", "conv")), ("selection", ("topk", "threshold", "merge"))):
             value = getattr(self, name)
             if value not in known: raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         layers = self.gate_layers
         if list(layers) != sorted(set(layers)) or not all(0 <= layer < self.depth for layer in layers):
             raise ValueError(f"gate_layers must be rising numbers of blocks from 0 to {self.depth - 1}, got {layers}")
+        if self.selection == "merge" and (not (self.gating and self.sparse) or self.cfc or self.attention):
+            raise ValueError("selection merge needs gating and sparse, and has neither cfc nor attention")
         if self.gated and not layers: raise ValueError("gating, cfc and sparse need at least one of gate_layers")
         keep_count(self.patches, self.keep_ratio)
         if self.stem == "conv" and (self.patch_size != 4 or self.width % 4):
@@ -248,9 +250,11 @@ class LiquidViT(nn.Module, PyTorchModelHubMixin):
         labels: Tensor | None = None,
         masked: bool | None = None,  # drop tokens by mask; None: in training mode
         output_decisions: bool = False,
+        foresight: Tensor | None = None,  # (batch, patches, depth) attention to come, for merging gates to learn from
     ) -> LiquidViTOutput:
         c, masked = self.config, self.training if masked is None else masked
         tokens, decisions = Tokens(self.embed(pixel_values), c.patches), [] if output_decisions else None
+        if foresight is not None: tokens = replace(tokens, foresight=F.pad(foresight, (0, 0, 1, 0)))
         if output_decisions:
             position = torch.arange(1 + c.patches, device=pixel_values.device)
             tokens = replace(tokens, position=position.expand(pixel_values.shape[0], -1))
@@ -328,12 +332,14 @@ def timm_shape(model: VisionTransformer) -> dict:  # fields of `LiquidViTConfig`
                 qkv_bias=block.attn.qkv.bias is not None, classes=model.head.out_features)
 
 
-def liquid_gates(c: LiquidViTConfig) -> list[LiquidGate]:
+def liquid_gates(c: LiquidViTConfig) -> list[Gate]:
     "The gates that a configuration describes: none where all its parts are off."
     if not c.gated: return []
+    if c.selection == "merge":
+        shared = dict(num_branches=c.num_branches, gate_dim=c.gate_dim, diversity_weight=c.diversity_weight)
+        return [DendriticMergeGate(c.width, c.keep_ratio, layer, **shared) for layer in c.gate_layers]
     spans = [layer - before for before, layer in zip((0, *c.gate_layers), c.gate_layers)]
-    names = "gating", "cfc", "num_branches", "gate_dim", "state_dim", "selection", "diversity_weight"
-    names = *names, "attention", "joining"
+    names = "gating", "cfc", "num_branches", "gate_dim", "state_dim", "selection", "diversity_weight", "attention"
     shared = {name: getattr(c, name) for name in names} | {"keep_weight": c.keep_weight / len(spans)}
     return [LiquidGate(c.width, c.keep_ratio if c.sparse else None, span=span, **shared) for span in spans]
 
