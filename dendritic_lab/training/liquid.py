@@ -120,9 +120,10 @@ def train_liquid(
     def taught(student: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         pixels = batch["pixel_values"]
         half = torch.autocast(pixels.device.type, torch.bfloat16, enabled=settings.get("precision") == "bf16")
-        with evaluating(teacher), half: told = foresight(teacher, pixels) if asks else (teacher(pixels).logits, None)
-        out = student(**batch, foresight=told[1])
-        return (1 - distil) * out.loss + distil * distillation_loss(out.logits.float(), told[0].float())
+        with evaluating(teacher), half:
+            logits, attention = foresight(teacher, pixels) if asks else (teacher(pixels).logits, None)
+        out = student(**batch, foresight=attention)
+        return (1 - distil) * out.loss + distil * distillation_loss(out.logits.float(), logits.float())
 
     asks = any(gate.learns_foresight for gate in model.gates)
     if teacher is not None: teacher.to(next(model.parameters()).device)
