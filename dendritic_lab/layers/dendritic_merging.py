@@ -11,8 +11,9 @@ from .token_reduction import ToMeGate
 from .tokens import Tokens
 
 # %% ../../nbs/layers/20_dendritic_merging.ipynb #d16d6d38
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 # %% ../../nbs/layers/20_dendritic_merging.ipynb #4398fb94
 class DendriticMergeGate(ToMeGate):
@@ -30,14 +31,18 @@ class DendriticMergeGate(ToMeGate):
         num_branches: int = 4,
         gate_dim: int = 64,
         diversity_weight: float = 0.01,  # of the branches' diversity loss
+        gating: bool = True,  # branches; False: one linear scorer in their place, to compare with
     ):
         super().__init__(keep_ratio)
-        self.gating = DendriticGating(width, num_branches, gate_dim)
+        self.gating = DendriticGating(width, num_branches, gate_dim) if gating else None
+        self.scorer = None if gating else nn.Linear(width, 1)
         self.layer, self.diversity_weight = layer, diversity_weight
 
     def branches(self, tokens: Tokens) -> Tensor:  # (batch, tokens, branches)
         "What each branch says of each token; tokens learn nothing from it."
-        return self.gating.branch_logits(F.layer_norm(tokens.hidden.detach(), tokens.hidden.shape[-1:]))
+        normed = F.layer_norm(tokens.hidden.detach(), tokens.hidden.shape[-1:])
+        if self.gating is not None: return self.gating.branch_logits(normed)
+        with torch.autocast(normed.device.type, enabled=False): return self.scorer(normed.to(self.scorer.weight))
 
     def scores(self, tokens: Tokens) -> Tensor: return self.branches(tokens).sigmoid()
 
@@ -52,5 +57,6 @@ class DendriticMergeGate(ToMeGate):
 
     def operations(self, before: int, width: int, heads: int, state_dim: int) -> dict[str, int]:
         if self.remaining(before - 1) == before - 1: return {}
-        own = before * (width + 1) * self.gating.num_branches * self.gating.hidden_dim
-        return super().operations(before, width, heads, state_dim) | {"gating": own, "norm": 5 * before * width}
+        parts = super().operations(before, width, heads, state_dim) | {"norm": 5 * before * width}
+        if self.gating is None: return parts | {"reduction": parts["reduction"] + before * width}
+        return parts | {"gating": before * (width + 1) * self.gating.num_branches * self.gating.hidden_dim}

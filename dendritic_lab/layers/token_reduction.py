@@ -73,7 +73,8 @@ def merge_tokens(
     if not 0 <= count <= first - 1 or (count and not second):
         raise ValueError(f"of {x.shape[1]} tokens 0 to {first - 1} can be merged away, got {count}")
     unit = F.normalize(metric.float(), dim=-1)
-    similarity = unit[:, ::2] @ unit[:, 1::2].transpose(-1, -2)
+    with torch.autocast(x.device.type, enabled=False):  # in bfloat16 all that is alike would be equally alike
+        similarity = unit[:, ::2] @ unit[:, 1::2].transpose(-1, -2)
     if importance is not None:
         (i, j), (s, t) = ((part[:, ::2, None], part[:, None, 1::2]) for part in (importance, size))
         similarity = (similarity - 1) * (i * t + j * s) / (s + t)

@@ -69,8 +69,8 @@ class LiquidViTConfig:
         layers = self.gate_layers
         if list(layers) != sorted(set(layers)) or not all(0 <= layer < self.depth for layer in layers):
             raise ValueError(f"gate_layers must be rising numbers of blocks from 0 to {self.depth - 1}, got {layers}")
-        if self.selection == "merge" and (not (self.gating and self.sparse) or self.cfc or self.attention):
-            raise ValueError("selection merge needs gating and sparse, and has neither cfc nor attention")
+        if self.selection == "merge" and (not self.sparse or self.cfc or self.attention):
+            raise ValueError("selection merge needs sparse, and has neither cfc nor attention")
         if self.gated and not layers: raise ValueError("gating, cfc and sparse need at least one of gate_layers")
         keep_count(self.patches, self.keep_ratio)
         if self.stem == "conv" and (self.patch_size != 4 or self.width % 4):
@@ -336,7 +336,8 @@ def liquid_gates(c: LiquidViTConfig) -> list[Gate]:
     "The gates that a configuration describes: none where all its parts are off."
     if not c.gated: return []
     if c.selection == "merge":
-        shared = dict(num_branches=c.num_branches, gate_dim=c.gate_dim, diversity_weight=c.diversity_weight)
+        names = "num_branches", "gate_dim", "diversity_weight", "gating"
+        shared = {name: getattr(c, name) for name in names}
         return [DendriticMergeGate(c.width, c.keep_ratio, layer, **shared) for layer in c.gate_layers]
     spans = [layer - before for before, layer in zip((0, *c.gate_layers), c.gate_layers)]
     names = "gating", "cfc", "num_branches", "gate_dim", "state_dim", "selection", "diversity_weight", "attention"
