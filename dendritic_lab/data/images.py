@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MEAN', 'STD', 'decode_images', 'load_images', 'normalise', 'restore', 'shift_and_flip', 'rand_augment', 'show_images',
-           'image_batches', 'optical_digits']
+           'image_batches', 'square_image', 'photographs', 'pictures_at_hand', 'optical_digits']
 
 # %% ../../nbs/data/07_images.ipynb #f9e5876d
 from .benchmarks import digest, load, sample, three_way
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from timm.data import Mixup
 from timm.data.auto_augment import rand_augment_transform
 from torch import Tensor
@@ -140,6 +140,32 @@ def image_batches(
         return {"pixel_values": values, "labels": targets}
 
     return DataLoader(range(len(pixels)), batch_size, shuffle=shuffle, collate_fn=collate, drop_last=mixup is not None)
+
+# %% ../../nbs/data/07_images.ipynb #bd70c492
+def square_image(
+    picture: Image.Image,  # of any size and mode
+    size: int = 32,
+) -> Tensor:  # (3, size, size) uint8
+    "The middle of a picture."
+    upright = ImageOps.exif_transpose(picture).convert("RGB")
+    return torch.from_numpy(np.array(ImageOps.fit(upright, (size, size)))).permute(2, 0, 1)
+
+
+def photographs() -> dict[str, Image.Image]:
+    "Three that come inside scikit-learn and matplotlib, so that nothing is downloaded."
+    from matplotlib.cbook import get_sample_data
+    from sklearn.datasets import load_sample_image
+    named = {name: Image.fromarray(load_sample_image(f"{file}.jpg")) for name, file in
+             (("temple", "china"), ("flower", "flower"))}
+    return named | {"portrait": Image.open(get_sample_data("grace_hopper.jpg", asfileobj=False))}
+
+
+def pictures_at_hand(
+    count: int,  # of test images of CIFAR-10, where there is a local copy
+) -> Tensor:  # (images, 3, 32, 32) uint8
+    "Test images of CIFAR-10, or else the photographs."
+    try: return load_images("cifar10", {"test": count}, "local")[1]["test"][0]
+    except DataError: return torch.stack([square_image(picture) for picture in photographs().values()])
 
 # %% ../../nbs/data/07_images.ipynb #5effb97a
 def optical_digits() -> tuple[dict, dict[str, tuple[Tensor, Tensor]]]:
