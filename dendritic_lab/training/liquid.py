@@ -69,7 +69,9 @@ def build_arm(
     if name == "baseline": return LiquidViT(plain)
     if name in PARTS | OPEN:
         config = replace(full, **(PARTS | OPEN)[name])
-        if name in MERGING: config = replace(config, gate_layers=places, gate_dim=max(1, full.gate_dim // 3))
+        if name in MERGING:  # which cannot keep less than a half at a gate; the ratio follows below
+            narrow = max(1, full.gate_dim // 3)
+            config = replace(config, gate_layers=places, gate_dim=narrow, keep_ratio=max(0.5, full.keep_ratio))
         model = LiquidViT(config)
     elif name not in RIVALS: raise ValueError(f"unknown arm {name!r}; known: {', '.join((*ARMS, *OPEN))}")
     else:
