@@ -60,7 +60,7 @@ def start_run(out: Path) -> Run:  # out: where the run's folder is made
     return Run(folder.resolve())
 
 # %% ../../nbs/lab/08_runs.ipynb #01a3e841
-def read_checkpoints(folder: Path) -> list[dict]:  # path, sha256, run, commit
+def read_checkpoints(folder: Path) -> list[dict]:  # path, sha256, run, commit, device
     "The checkpoints that a run started from, each once."
     path, found = folder / "checkpoints.jsonl", []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
