@@ -106,13 +106,12 @@ class Attention(nn.Module):
 
 
 def weighted_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = None) -> Tensor:
-    "The formula above, with gradients for weights that are 0: at most e^14, a million, times what a weight of 1 has."
+    "The formula above, with gradients for weights that are 0."
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
     if weight is None: return scores.softmax(-1) @ v
-    hidden = (weight < 1e-6 * weight.detach().amax(-1, keepdim=True))[:, None, None]
-    best = scores.detach().masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
-    shares = torch.minimum(scores, best + 14).softmax(-1)
-    shares = shares * weight[:, None, None].to(shares)
+    weight = weight[:, None, None].to(scores)
+    seen = (scores + weight.log()).detach().logsumexp(-1, keepdim=True)
+    shares = torch.where(weight == 0, torch.minimum(scores, seen), scores).softmax(-1) * weight
     total = shares.sum(-1, keepdim=True).clamp(min=1e-30)
     return (shares @ v.to(shares) * total.reciprocal()).to(v)  # slower as a division
 

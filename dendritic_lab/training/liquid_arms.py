@@ -219,14 +219,15 @@ def train_arms(
         for trial, lr in zip(names, rates): add(trial, course.trial(), (name, ratio), 0, [lr], teacher=teacher)
         return names
 
-    trials = {"from scratch": add_trials("baseline", recipe.rates)}
-    for seed in range(seeds): add(f"baseline-{seed}", course, ("baseline", ratio), seed, recipe.rates, *trials.values())
+    trials = {f"{name} from scratch": add_trials(name, recipe.rates) for name in ("baseline", *scratch)}
+    first = trials["baseline from scratch"]
+    for seed in range(seeds): add(f"baseline-{seed}", course, ("baseline", ratio), seed, recipe.rates, first)
     for name in {name: None for name, _ in tuned}: trials[name] = add_trials(name, recipe.tuning_rates, ["baseline-0"])
     for seed in range(seeds):
         for arm in (arm for arm, of in tuned.items() if seed < of):
             name, teacher = tuned_names[arm][seed], [f"baseline-{seed}"]
             add(name, course, arm, seed, recipe.tuning_rates, trials[arm[0]], teacher)
-    for name in scratch: add(f"scratch-{name}", course, (name, ratio), 0, recipe.rates, trials["from scratch"])
+    for name in scratch: add(f"scratch-{name}", course, (name, ratio), 0, recipe.rates, trials[f"{name} from scratch"])
     done = share_jobs(jobs, checkpoints and course.folder(checkpoints), needs)
     return Trainings(
         [done[f"baseline-{seed}"] for seed in range(seeds)],
