@@ -63,7 +63,9 @@ class LiquidGate(Gate):
         "What each branch says of each token, or the scorer."
         if self.gating is None and self.scorer is None: return None
         normed = F.layer_norm(tokens.hidden, tokens.hidden.shape[-1:])
-        return self.scorer(normed) if self.gating is None else self.gating.branch_logits(normed)
+        if self.gating is not None: return self.gating.branch_logits(normed)
+        with torch.autocast(normed.device.type, enabled=False):  # in bfloat16 a rank would be decided by rounding
+            return self.scorer(normed.to(self.scorer.weight.dtype))
 
     def received(self, tokens: Tokens) -> Tensor:  # (batch, tokens)
         "Logarithm of the attention that CLS gave to each token, over an equal share, times the slope."

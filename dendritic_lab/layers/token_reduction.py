@@ -147,13 +147,16 @@ class TokenPredictor(nn.Module):
         self.head = nn.Sequential(*steps)
 
     def forward(self,
-        x: Tensor,  # (batch, tokens, dim)
-        mask: Tensor | None = None,  # (batch, tokens) weights of the mean; None: all 1
+        x: Tensor,  # (batch, tokens, dim), CLS first
+        mask: Tensor | None = None,  # (batch, tokens) weights of the mean over patches; None: all 1
     ) -> Tensor:  # (batch, tokens, 2)
         own, shared = self.inner(x)[..., :2 * (x.shape[-1] // 2)].chunk(2, -1)
         weights = torch.ones_like(x[..., :1]) if mask is None else mask[..., None].to(x)
+        weights = F.pad(weights[:, 1:], (0, 0, 1, 0))  # of patches alone
         mean = (shared * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1e-6)
-        return self.head(torch.cat([own, mean.expand_as(own)], -1)).float().log_softmax(-1)
+        told = torch.cat([own, mean.expand_as(own)], -1)
+        with torch.autocast(x.device.type, enabled=False):  # in bfloat16 a rank would be decided by rounding
+            return self.head(told.to(self.head[0].weight.dtype)).float().log_softmax(-1)
 
     def draw(self, log_probabilities: Tensor) -> Tensor:  # (batch, tokens, 2) -> (batch, tokens)
         "A random decision for each token, for training: 0 or 1, with a gradient; 1 for CLS."

@@ -6,7 +6,7 @@ _places = {
     "modes": ["evaluating"],
     "size": ["ParamCount", "count_flops", "count_operators", "count_params", "file_size", "state_bytes"],
     "speed": ["Comparison", "compare_forward", "compare_latencies", "compare_latency", "energy", "peak_memory"],
-    "statistics": ["Interval", "interval", "label_lines", "median_interval", "number", "plot_intervals",
+    "statistics": ["MARKERS", "Interval", "interval", "label_lines", "median_interval", "number", "plot_intervals",
                    "seed_interval", "verdict"]}
 _module_of = {name: module for module, names in _places.items() for name in names}
 __all__ = list(_module_of)

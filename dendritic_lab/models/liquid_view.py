@@ -8,6 +8,7 @@ __all__ = ['DROPPED', 'gate_decisions', 'on_grid', 'kept_depth', 'share_kept', '
 
 # %% ../../nbs/models/16_liquid_view.ipynb #9f244763
 from ..data.images import restore
+from ..layers.token_reduction import ToMeGate
 from ..measure import evaluating
 from .liquid_vit import GateDecision, LiquidViT
 
@@ -138,5 +139,6 @@ def explore(model: LiquidViT, pixel_values: Tensor):
     def draw(image: int, keep_ratio: float):
         with keeping(model, keep_ratio): display(gates_figure(pixel_values, gate_decisions(model, pixel_values), image))
 
-    ratio = FloatSlider(model.gates[0].keep_ratio, min=0.1, max=1, step=0.05)
+    least = 0.5 if isinstance(model.gates[0], ToMeGate) else 0.1  # of pairs half is left
+    ratio = FloatSlider(model.gates[0].keep_ratio, min=least, max=1, step=0.05)
     interact(draw, image=IntSlider(0, min=0, max=len(pixel_values) - 1), keep_ratio=ratio)

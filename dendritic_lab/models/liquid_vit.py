@@ -110,6 +110,8 @@ def weighted_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = 
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
     if weight is None: return scores.softmax(-1) @ v
     weight = weight[:, None, None].to(scores)
+    alone = torch.eye(weight.shape[-1], dtype=torch.bool, device=weight.device) & (weight == 0)
+    weight = weight.masked_fill(alone, 1)
     seen = (scores + weight.log()).detach().logsumexp(-1, keepdim=True)
     shares = torch.where(weight == 0, torch.minimum(scores, seen), scores).softmax(-1) * weight
     total = shares.sum(-1, keepdim=True).clamp(min=1e-30)
@@ -236,6 +238,7 @@ class LiquidViT(nn.Module, PyTorchModelHubMixin):
         for gate in new.gates:
             if not isinstance(gate, LiquidGate): continue
             if gate.gating is not None: nn.init.zeros_(gate.gating.weight)
+            if gate.threshold is not None: nn.init.zeros_(gate.threshold)  # below what silent branches say
             if gate.cfc is not None: nn.init.zeros_(gate.cfc.out.weight)
         return new.eval()
 

@@ -120,7 +120,7 @@ def train_liquid(
     distil: float = 0.5,  # weight of the teacher, where there is one; the loss has the rest
     **settings,  # of `fit`
 ) -> Fit:
-    "Train any arm."
+    "Train any arm. Raises `ValueError` for merging gates without a teacher."
     def taught(student: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         pixels = batch["pixel_values"]
         half = torch.autocast(pixels.device.type, torch.bfloat16, enabled=settings.get("precision") == "bf16")
@@ -130,6 +130,7 @@ def train_liquid(
         return (1 - distil) * out.loss + distil * distillation_loss(out.logits.float(), logits.float())
 
     asks = any(gate.learns_foresight for gate in model.gates)
+    if asks and teacher is None: raise ValueError("merging gates learn from a teacher where attention goes: give one")
     if teacher is not None: teacher.to(next(model.parameters()).device)
     settings = dict(schedule="cosine", warmup=0.05, weight_decay=0.05, clip=1.0) | settings
     rates, by_epoch = learning_rates(model, lr, gates), anneal(anneal_epochs, soft_epochs)
