@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -21,13 +21,18 @@ def text_batches(
     batch_size: int = 32,
     shuffle: bool = False,  # False keeps the order of `texts`
     by_length: bool = False,  # shuffled texts of similar length in a batch, for less padding
+    draw: int | None = None,  # shuffled texts of a pass, others each time; None: all
     max_length: int = 128,  # tokens; longer texts are cut
     **columns: Sequence,  # further columns, one value a text, such as labels
 ) -> DataLoader:  # of input_ids, attention_mask and, for pairs, token_type_ids (batch, tokens); `columns` (batch, ...)
     "A loader over `texts`. Raises `ValueError` for no texts, or a column of another length."
     texts = list(texts)
     if not texts: raise ValueError("expected at least one text")
-    if by_length and not shuffle: raise ValueError("by_length changes the order of the texts, so it needs shuffle=True")
+    if (by_length or draw) and not shuffle:
+        raise ValueError("by_length and draw change the order of the texts, so they need shuffle=True")
+    if by_length and draw: raise ValueError("by_length and draw do not go together")
+    if draw is not None and not 1 <= draw <= len(texts):
+        raise ValueError(f"draw must be from 1 to the number of texts, {len(texts)}, got {draw}")
     for name, values in columns.items():
         if len(values) == len(texts): continue
         raise ValueError(f"{name}: expected {len(texts)} values, one a text, got {len(values)}")
@@ -42,8 +47,8 @@ def text_batches(
         return {**batch, **{name: column[rows] for name, column in values.items()}}
 
     lengths = lambda: [len(ids) for ids in encode()["input_ids"]]
-    sampler = LengthGroupedSampler(batch_size, lengths=lengths()) if by_length else None
-    order = dict(sampler=sampler) if by_length else dict(shuffle=shuffle)
+    if by_length: order = dict(sampler=LengthGroupedSampler(batch_size, lengths=lengths()))
+    else: order = dict(sampler=RandomSampler(texts, num_samples=draw)) if draw else dict(shuffle=shuffle)
     return DataLoader(range(len(texts)), batch_size, **order, collate_fn=collate)
 
 # %% ../../nbs/data/03_batches.ipynb #0f89793e

@@ -20,6 +20,7 @@ BITS = {"eight_bits": 8, "four_bits": 4}
 ORDER = dict(phrase_share=0.25, local_rank=16)
 PLAIN = {  # arms that are models of transformers as they are: they can be saved
     "pieces": {}, "phrases": dict(phrase_share=0.25), "neighbours": dict(local_rank=16), "order": ORDER,
+    "narrow": ORDER | dict(width=24), "few_phrases": ORDER | dict(phrase_share=0.1),
     "mean_max": ORDER | dict(pooling="mean_max"), "attention": ORDER | dict(pooling="attention"),
     "dendrites_0": ORDER | dict(num_dendrites=0), "dendrites_2": ORDER | dict(num_dendrites=2),
     "dendrites_4": ORDER | dict(num_dendrites=4), "longer": ORDER | dict(num_dendrites=0)}
@@ -27,7 +28,8 @@ CHANGED = {"relu": ORDER, "fields": ORDER, "grown": ORDER | dict(num_dendrites=0
            "four_bits": ORDER | dict(width=2 * WIDTH)}
 ARMS = (*PLAIN, *CHANGED, *RIVALS)
 BEFORE = {  # what an arm is one step away from
-    "phrases": "pieces", "neighbours": "pieces", "order": "pieces", "mean_max": "order", "attention": "order",
+    "phrases": "pieces", "neighbours": "pieces", "order": "pieces", "narrow": "order", "few_phrases": "order",
+    "mean_max": "order", "attention": "order",
     "dendrites_2": "dendrites_0", "dendrites_4": "dendrites_0", "longer": "dendrites_0", "relu": "order",
     "fields": "order", "grown": "longer", "eight_bits": "order", "four_bits": "order"}
 LONG = "longer", "grown"  # train four times as long, as growth takes its time

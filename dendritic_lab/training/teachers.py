@@ -45,6 +45,7 @@ class Taught:
     teachers: list[nn.Module]
     rate: float  # at which they were fine-tuned
     logits: Tensor  # (texts, classes), the teachers' mean
+    validation: Tensor  # (validation texts, classes), likewise
     lexicon: Lexicon
 
 
@@ -75,14 +76,17 @@ def ask_all(
         said = kept(lambda: ask_teachers(teachers, train[0], candidates).tensors)(file)
         return Lexicon(teachers[0].tokenizer, train[0], **said)
 
-    def label(teacher): return lambda place: teacher_logits(teacher, texts, place and place.parent, precision)
+    def label(teacher): return lambda place: teacher_logits(teacher, asked, place and place.parent, precision)
 
-    some = torch.randperm(len(train[0]), generator=torch.manual_seed(0))[:math.ceil(len(train[0]) / 5)].tolist()
+    asked = [*texts, *validation[0]]
+    few = max(math.ceil(len(train[0]) / 5), 10_000)  # of a small set all: a rate is not chosen by a few texts
+    some = torch.randperm(len(train[0]), generator=torch.manual_seed(0))[:few].tolist()
     trial = lambda arm, lr, seed: fitted(seed, lr, *([part[i] for i in some] for part in train), epochs=1)
     job = lambda arm, lr, seed: fitted(seed, lr, *train)
     found, best, _ = tuned(job, ["teacher"], rates, count, folder, trial)
     teachers = [teacher for teacher, _ in found["teacher"]]
     jobs = {f"labels-{seed}": label(teacher) for seed, teacher in enumerate(teachers)} | {"lexicon": describe}
     *logits, lexicon = share_jobs(jobs, folder).values()
-    return Taught(teachers, best["teacher"], torch.stack(logits).mean(0), lexicon)
+    said = torch.stack(logits).mean(0).split([len(texts), len(validation[0])])
+    return Taught(teachers, best["teacher"], *said, lexicon)
 
