@@ -26,6 +26,7 @@ from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -114,11 +115,12 @@ def adapt(
     plan: Adaptation,
     lr: float,
     parts: Sequence[int],  # epochs of each, with an optimizer of its own
-    seed: int = 0,  # of the batches
+    seed: int = 0,  # of what is new in the model, and of the batches
     checkpoint: Path | None = None,
     **how,  # description, cpu: of `fit`
 ) -> Adapted:
     "Train a copy of `base` as an arm does. An arm that grows has `largest`, and a single part."
+    torch.manual_seed(seed)
     model, place = arm.build(deepcopy(base)), lambda name: checkpoint and checkpoint / name
     how |= dict(lr=lr, schedule="reduce_lr_on_plateau", warmup=0.0, evaluate=evaluate, monitor="loss", maximize=False)
     batches = lambda number: {"seed": seed + 1000 * number, "checkpoint": place(f"part{number}")}
