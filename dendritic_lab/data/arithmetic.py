@@ -66,9 +66,12 @@ def arithmetic(
     if kind not in SIGNS: raise ValueError(f"kind must be one of {', '.join(SIGNS)}, got {kind!r}")
     if min(terms - 1, digits, *rows.values()) < 1: raise ValueError(f"expected at least two terms of one digit and one "
                                                                     f"row, got {terms}, {digits} and {rows}")
-    made, parts = different_expressions(kind, terms, digits, seed), {}
+    made, parts, before = different_expressions(kind, terms, digits, seed), {}, set()
+    in_order = lambda row: tuple(sorted(row["question"].strip("=").split("+")))  # differences are one part
     for split, count in rows.items():
-        parts[split] = [row for _, row in zip(range(count), made)]
+        new = (row for row in made if in_order(row) not in before)
+        parts[split] = [row for _, row in zip(range(count), new)]
+        before |= {in_order(row) for row in parts[split]}
         if len(parts[split]) < count: raise ValueError(f"there are too few problems for {rows}")
     loaded = datasets.DatasetDict({split: datasets.Dataset.from_list(part) for split, part in parts.items()})
     what = f"reasoning-gym's chain_sum, {kind} of {terms} numbers of {digits} digits, seed {seed}"

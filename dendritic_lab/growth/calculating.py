@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 # %% ../../nbs/growth/12_calculating.ipynb #c3e9626c
-TASKS = {"two_terms": (dict(terms=2), 5_000), "three_terms": (dict(terms=3), 200_000),
+TASKS = {"two_terms": (dict(terms=2), 3_500), "three_terms": (dict(terms=3), 200_000),
+         "four_terms": (dict(terms=4), 200_000),
          "differences": (dict(kind="differences"), 5_000)}  # of two digits; and how many to learn from at most
 
 

@@ -83,7 +83,8 @@ class GrowthSession:
 
     def __init__(self, workdir: Path, config: GrowthConfig):
         self.workdir, self.config, self.model, self.layers = workdir, config, None, {}
-        self.open, self.done, self.history, self.started = True, False, [], time.perf_counter()
+        self.open, self.begun, self.done = True, config.first_score is None, False
+        self.history, self.best, self.started = [], {}, time.perf_counter()  # best: score and weights by dendrites
 
     def perforate(self, model: nn.Module) -> nn.Module:
         "Wrap the chosen linear layers, in place. Raises `GrowthError` for what the library would prompt over."
@@ -99,7 +100,7 @@ class GrowthSession:
         set_library(GPA.pc, "module_names_to_not_save", [".base_model", *_tied_parameters(model)])
         with contained(self.workdir):
             wrapped = UPA.perforate_model(model, save_name="library", maximizing_score=self.config.maximizing_score,
-                                          making_graphs=True)
+                                          making_graphs=False)
         self.layers = {name: module for name, module in wrapped.named_modules() if is_grown(module)}
         if wrapped is not model or set(self.layers) != set(names):
             raise GrowthError(f"PerforatedAI wrapped {sorted(self.layers)}, not {sorted(names)}")
@@ -143,19 +144,49 @@ class GrowthSession:
         before, rate = self.dendrites, optimizer.param_groups[0]["lr"]
         row = {"epoch": len(self.history) + 1, "phase": f"dendrite {before}" if before else "base", "dendrites": before,
                "parameters": exported_param_count(model), **scores, "lr": rate}
-        tracker = GPA.pai_tracker
-        tracker.set_optimizer_instance(optimizer)
-        set_library(GPA.pc, "device", next(model.parameters()).device)  # the model may have moved since
-        with contained(self.workdir):
-            for name, value in others.items(): tracker.add_extra_score(value, name)
-            if test is not None: tracker.add_test_score(test, "test")
-            after, restructured, self.done = tracker.add_validation_score(score, model)
-        gc.collect()  # the library leaves figures and copies of the model behind, which refer to themselves
-        if after is not model: raise GrowthError("PerforatedAI replaced the model by another object")
+        self.begun, restructured = self.begun or not self._is_better(self.config.first_score, score), False
+        if self.begun:
+            self._remember(score)
+            tracker = GPA.pai_tracker
+            tracker.set_optimizer_instance(optimizer)
+            set_library(GPA.pc, "device", next(model.parameters()).device)  # the model may have moved since
+            with contained(self.workdir):
+                for name, value in others.items(): tracker.add_extra_score(value, name)
+                if test is not None: tracker.add_test_score(test, "test")
+                after, restructured, self.done = tracker.add_validation_score(score, model)
+            gc.collect()  # the library leaves copies of the model behind, which refer to themselves
+            if after is not model: raise GrowthError("PerforatedAI replaced the model by another object")
+            if restructured and not self.done: self._go_to_best()
         self.history.append({**row, "seconds": time.perf_counter() - self.started})
         self._write_history()
         self.started = time.perf_counter()
         return bool(restructured), self.done
+
+    def _is_better(self, score: float, than: float) -> bool:
+        return score > than if self.config.maximizing_score else score < than
+
+    def _tensors(self) -> dict[str, Tensor]:
+        "What learns, and the model's own buffers; not the library's."
+        inside = tuple(f"{name}." for name in self.layers)
+        buffers = {name: b for name, b in self.model.named_buffers() if not name.startswith(inside)}
+        return dict(self.model.named_parameters()) | {n: b for n, b in buffers.items() if isinstance(b, Tensor)}
+
+    def _remember(self, score: float):
+        "Keep the best weights with as many dendrites, and with one less, which a new try starts from."
+        now = self.dendrites
+        if now in self.best and not self._is_better(score, self.best[now][0]): return
+        kept = {name: t.detach().to("cpu", copy=True) for name, t in self._tensors().items()}
+        self.best = {k: of for k, of in self.best.items() if k == now - 1} | {now: (score, kept)}
+
+    @torch.no_grad()
+    def _go_to_best(self):
+        "The best weights without the newest dendrites, which stay as the library made them."
+        if (newest := self.dendrites - 1) not in self.best: return
+        best, scales = self.best[newest][1], "dendrites_to_top."
+        for name, tensor in self._tensors().items():
+            if name.endswith(f"{scales}{newest}"):  # a row for each dendrite; the last one is the newest's
+                if newest: tensor[:-1] = best[f"{name.removesuffix(str(newest))}{newest - 1}"].to(tensor)
+            elif name in best and best[name].shape == tensor.shape: tensor.copy_(best[name])
 
     @property
     def dendrites(self) -> int: return max(layer.dendrite_modules_added for layer in self.layers.values())
@@ -185,8 +216,6 @@ class GrowthSession:
                               "leave out checkpoint")
         if patience is not None: raise GrowthError("growth decides when to stop: leave out patience")
 
-    @property
-    def graph(self) -> Path: return self.workdir / "library" / "library.png"
 
 # %% ../../nbs/growth/03_session.ipynb #99297d1a
 _current: GrowthSession | None = None

@@ -14,7 +14,7 @@ from ..measure.statistics import Interval
 # %% ../../nbs/lab/01_metrics.ipynb #4e15f1f6
 _number, _text = {"type": "number"}, {"type": "string"}
 _ends = {"oneOf": [{"type": "null"}, {"type": "array", "items": _number, "minItems": 2, "maxItems": 2}]}
-BASES = ("seeds and items", "items", "seeds", "pairs", "one value")
+BASES = ("seeds and items", "items", "seeds", "folds", "pairs", "one value")
 SOURCES = ("results", "clock", "memory")
 METRIC = {
     "name": {"type": "string", "pattern": r"^[a-z0-9_.]+$"},

@@ -96,7 +96,7 @@ class DendriticFields(nn.Module):
 
 # %% ../../nbs/layers/17_receptive_fields.ipynb #6b3f0002
 class LinearWithFields(nn.Module):
-    """A linear layer with a neuron of receptive fields beside each of its own: `base(x) + scale * fields(x)`.
+    """A linear layer with a neuron of receptive fields beside each of its own: `base(x) + output_scale * fields(x)`.
 
     Raises `TypeError` for a base that is not linear.
     """
@@ -112,9 +112,9 @@ class LinearWithFields(nn.Module):
         inputs, neurons = base.in_features, base.out_features
         fields = receptive_fields("random", neurons, dendrites, min(synapses, inputs), (1, 1, inputs), 1, generator)
         self.base, self.fields = base, DendriticFields(fields, neurons, inputs).to(base.weight)
-        self.scale = nn.Parameter(torch.zeros_like(base.weight[:, 0]))
+        self.output_scale = nn.Parameter(torch.zeros_like(base.weight[:, 0]))
 
-    def forward(self, x: Tensor) -> Tensor: return self.base(x).addcmul(self.scale, self.fields(x))
+    def forward(self, x: Tensor) -> Tensor: return self.base(x).addcmul(self.output_scale, self.fields(x))
 
 
 def put_fields(

@@ -31,7 +31,7 @@ class Interval:
     high: float | None = None
     confidence: float = 0.95
     values: tuple[float, ...] = ()  # one a seed; of timing pairs one a pair
-    basis: str = "one value"  # or "seeds and items", "items", "seeds", "pairs"
+    basis: str = "one value"  # or "seeds and items", "items", "seeds", "folds", "pairs"
 
     def __format__(self, spec: str) -> str:
         "`f'{interval:+.1f}'` gives `-0.3 [-1.2, +0.6]`; without a format, as many digits as the interval bears."
@@ -140,8 +140,11 @@ def seed_interval(
     *,
     bounds: tuple[float, float] = (-math.inf, math.inf),  # of the figure; of a difference they follow
     confidence: float = 0.95,
+    overlap: float = 0.0,  # of folds, whose training sets share items: items tested over items trained on, of one fold
 ) -> Interval:
-    "Student's interval over seeds. Raises `ValueError` for no values or one that is not finite."
+    """Student's interval over seeds, or over folds with the corrected variance of Nadeau & Bengio (2003).
+
+    Raises `ValueError` for no values or one that is not finite."""
     x = np.atleast_1d(np.asarray(values, dtype=float))
     if other is not None:
         y = np.atleast_1d(np.asarray(other, dtype=float))
@@ -151,7 +154,8 @@ def seed_interval(
         raise ValueError(f"expected at least one value, all finite, got {values}")
     _check_confidence(confidence)
     if np.ptp(x) == 0: return Interval(float(x[0]), confidence=confidence, values=tuple(x.tolist()))  # nothing varies
-    return _around(x, x.var(ddof=1) / x.size, x.size - 1, bounds, confidence, "seeds")
+    variance = x.var(ddof=1) * (1 / x.size + overlap)
+    return _around(x, variance, x.size - 1, bounds, confidence, "folds" if overlap else "seeds")
 
 # %% ../../nbs/measure/02_statistics.ipynb #f8e1d3a6
 def median_interval(
