@@ -7,7 +7,7 @@ __all__ = ['WIDTH', 'HIDDEN', 'WORD_DROPOUT', 'BITS', 'ORDER', 'PLAIN', 'CHANGED
 
 # %% ../../nbs/models/24_one_size.ipynb #575b0bd2
 from .dsn import learn_rounded
-from .dsn_arms import growable, with_fields
+from .dsn_arms import growable, spread_dendrites, with_fields
 from .dsn_lexicon import Budget, Lexicon, lexicon_dsn
 from .text_rivals import RIVALS, text_rival
 
@@ -23,16 +23,18 @@ PLAIN = {  # arms that are models of transformers as they are: they can be saved
     "narrow": ORDER | dict(width=24), "few_phrases": ORDER | dict(phrase_share=0.1),
     "mean_max": ORDER | dict(pooling="mean_max"), "attention": ORDER | dict(pooling="attention"),
     "dendrites_0": ORDER | dict(num_dendrites=0), "dendrites_2": ORDER | dict(num_dendrites=2),
-    "dendrites_4": ORDER | dict(num_dendrites=4), "longer": ORDER | dict(num_dendrites=0)}
+    "dendrites_4": ORDER | dict(num_dendrites=4), "spread": ORDER, "spread_4": ORDER | dict(num_dendrites=4),
+    "longer": ORDER | dict(num_dendrites=0), "restarts": ORDER | dict(num_dendrites=0)}
 CHANGED = {"relu": ORDER, "fields": ORDER, "grown": ORDER | dict(num_dendrites=0), "eight_bits": ORDER,
            "four_bits": ORDER | dict(width=2 * WIDTH)}
 ARMS = (*PLAIN, *CHANGED, *RIVALS)
 BEFORE = {  # what an arm is one step away from
     "phrases": "pieces", "neighbours": "pieces", "order": "pieces", "narrow": "order", "few_phrases": "order",
     "mean_max": "order", "attention": "order",
-    "dendrites_2": "dendrites_0", "dendrites_4": "dendrites_0", "longer": "dendrites_0", "relu": "order",
-    "fields": "order", "grown": "longer", "eight_bits": "order", "four_bits": "order"}
-LONG = "longer", "grown"  # train four times as long, as growth takes its time
+    "dendrites_2": "dendrites_0", "dendrites_4": "dendrites_0", "spread": "order", "spread_4": "dendrites_4",
+    "longer": "dendrites_0", "restarts": "longer", "grown": "restarts",
+    "relu": "order", "fields": "order", "eight_bits": "order", "four_bits": "order"}
+LONG = "longer", "restarts", "grown"  # train four times as long, as growth takes its time
 
 
 def one_size(
@@ -50,4 +52,5 @@ def one_size(
     model = lexicon_dsn(lexicon, budget, **shape | dict(hidden_size=HIDDEN) | (PLAIN | CHANGED)[arm])
     if arm in BITS: return learn_rounded(model, BITS[arm])
     if arm == "relu": model.hidden.activation = F.relu
+    if "spread" in arm: return spread_dendrites(model, lexicon.texts[:2000])
     return growable(model) if arm == "grown" else with_fields(model, 4, 12) if arm == "fields" else model

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # %% ../../nbs/training/14_texts.ipynb #95218616
@@ -50,7 +51,7 @@ def fit_texts(
     temperature: float = 2.0,  # of the teacher's probabilities
     fit: Callable[..., Fit] = fit,  # or `growth.fitting.fit_growing`
     **settings,  # of `fit`
-) -> Fit:  # its history has the validation accuracy in % and, from a teacher, the loss
+) -> Fit:  # its history has the validation accuracy in %, and the loss there
     "Train a text classifier. Raises `ValueError` as `text_batches` and `fit` do."
     held_out = text_batches(model.tokenizer, validation[0], 64)
     column = {"soft": targets} if isinstance(targets, Tensor) and targets.ndim == 2 else {"labels": targets}
@@ -60,9 +61,9 @@ def fit_texts(
 
     def score(model) -> dict[str, float]:
         said = predict(model, held_out).float()
-        figures = {"accuracy": 100 * accuracy(said, validation[1])}
-        if knows is None: return figures
-        return figures | {"loss": distillation_loss(said, knows, temperature=temperature).item()}
+        if knows is not None: loss = distillation_loss(said, knows, temperature=temperature)
+        else: loss = F.cross_entropy(said, torch.as_tensor(validation[1], device=said.device))
+        return {"accuracy": 100 * accuracy(said, validation[1]), "loss": loss.item()}
 
     def distil(model, batch: dict) -> Tensor:
         soft = batch.pop("soft")
