@@ -76,7 +76,7 @@ def arms_of_equal_size(
     rank: int,  # of LoRA
     layers: Callable[[str], bool] = lambda name: True,  # which linear layers grow or get an adapter, by name
 ) -> dict[str, Arm]:
-    "Full fine-tuning, LoRA, low-rank dendrites, grown dendrites (one to a layer), and LoRA of as many parameters."
+    "Full fine-tuning, LoRA, low-rank dendrites, growth (one dendrite to a layer), its restarts, LoRA of its size."
     extra = grown_param_count(model, 1, layers) - grown_param_count(model, 0)
     of_lora, of_low = (lambda r: lora_count(model, r, layers)), (lambda r: low_rank_count(model, r, layers))
     low, large = nearest_rank(of_low, of_lora(rank)), nearest_rank(of_lora, extra)
@@ -85,6 +85,7 @@ def arms_of_equal_size(
             "lora": Arm(lambda m: lora(m, rank, layers), of_lora(rank), False, rank),
             "low_rank": Arm(lambda m: put_low_rank(m, low, layers), of_low(low), False, low),
             "grown": Arm(lambda m: m, extra, True, largest=grow),
+            "restarts": Arm(lambda m: m, 0, True, restarts=True),
             "lora_large": Arm(lambda m: lora(m, large, layers), of_lora(large), False, large)}
 
 # %% ../../nbs/growth/08_adapters.ipynb #18af4ba2
