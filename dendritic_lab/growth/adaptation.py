@@ -81,6 +81,11 @@ class Adapted:
     fit: Fit
     lr: float
 
+    @property
+    def kept(self) -> dict:
+        "The row of the epoch whose weights the model has."
+        return self.fit.history[self.fit.best_epoch - 1]
+
 
 def adapt(
     arm: Arm,

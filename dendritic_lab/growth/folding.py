@@ -102,9 +102,10 @@ def _solve(model: nn.Module, data: Iterable[dict | Tensor]) -> dict[str, tuple[T
 def dendritic_shares(
     model: nn.Module,  # with `DendriticLinear` layers
     data: Iterable[dict | Tensor],  # batches that the model is called with, on any device
-) -> dict[str, tuple[float, float]]:  # by layer
+) -> dict[str, tuple[float, float]]:  # by dendritic layer
     """Variance of what dendrites send to their neurons over that of the neurons' outputs, and how much of it no linear
     layer could give. Both are 0 where dendrites are silent."""
+    if not any(isinstance(module, DendriticLinear) for module in model.modules()): return {}
     return {name: (moments.share(), moments.solve()[2]**2) for name, moments in _measure(model, data).items()}
 
 # %% ../../nbs/growth/04_folding.ipynb #c761b71b

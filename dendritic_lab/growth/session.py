@@ -83,8 +83,8 @@ class GrowthSession:
 
     def __init__(self, workdir: Path, config: GrowthConfig):
         self.workdir, self.config, self.model, self.layers = workdir, config, None, {}
-        self.open, self.begun, self.done = True, config.first_score is None, False
-        self.history, self.best, self.started = [], {}, time.perf_counter()  # best: score and weights by dendrites
+        self.open, self.done, self.history, self.started = True, False, [], time.perf_counter()
+        self.best = {}  # score and weights, by dendrites
 
     def perforate(self, model: nn.Module) -> nn.Module:
         "Wrap the chosen linear layers, in place. Raises `GrowthError` for what the library would prompt over."
@@ -144,19 +144,17 @@ class GrowthSession:
         before, rate = self.dendrites, optimizer.param_groups[0]["lr"]
         row = {"epoch": len(self.history) + 1, "phase": f"dendrite {before}" if before else "base", "dendrites": before,
                "parameters": exported_param_count(model), **scores, "lr": rate}
-        self.begun, restructured = self.begun or not self._is_better(self.config.first_score, score), False
-        if self.begun:
-            self._remember(score)
-            tracker = GPA.pai_tracker
-            tracker.set_optimizer_instance(optimizer)
-            set_library(GPA.pc, "device", next(model.parameters()).device)  # the model may have moved since
-            with contained(self.workdir):
-                for name, value in others.items(): tracker.add_extra_score(value, name)
-                if test is not None: tracker.add_test_score(test, "test")
-                after, restructured, self.done = tracker.add_validation_score(score, model)
-            gc.collect()  # the library leaves copies of the model behind, which refer to themselves
-            if after is not model: raise GrowthError("PerforatedAI replaced the model by another object")
-            if restructured and not self.done: self._go_to_best()
+        self._remember(score)
+        tracker = GPA.pai_tracker
+        tracker.set_optimizer_instance(optimizer)
+        set_library(GPA.pc, "device", next(model.parameters()).device)  # the model may have moved since
+        with contained(self.workdir):
+            for name, value in others.items(): tracker.add_extra_score(value, name)
+            if test is not None: tracker.add_test_score(test, "test")
+            after, restructured, self.done = tracker.add_validation_score(score, model)
+        gc.collect()  # the library leaves copies of the model behind, which refer to themselves
+        if after is not model: raise GrowthError("PerforatedAI replaced the model by another object")
+        if restructured and not self.done: self._go_to_best()
         self.history.append({**row, "seconds": time.perf_counter() - self.started})
         self._write_history()
         self.started = time.perf_counter()

@@ -34,7 +34,6 @@ class GrowthConfig:
     candidate_weight_initialization_multiplier: float = 0.01  # standard deviation of a new dendrite's weights
     activation: str = "tanh"  # f, a key of `ACTIVATIONS`
     maximizing_score: bool = True  # False where a smaller score is better, as with a loss
-    first_score: float | None = None  # PerforatedAI hears no score before one is as good as this; None: all
     layers: tuple[str, ...] = ("",)  # beginnings of the names of the linear layers that grow; "" is all
     exclude: tuple[str, ...] = ()  # beginnings of names that do not
     library: dict = field(default_factory=dict)  # further settings of PerforatedAI, by its own names
@@ -50,9 +49,6 @@ class GrowthConfig:
             if value not in known: raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         if not isinstance(self.maximizing_score, bool):
             raise TypeError(f"maximizing_score must be True or False, got {self.maximizing_score!r}")
-        first = self.first_score
-        if first is not None and not (isinstance(first, (int, float)) and math.isfinite(first)):
-            raise ValueError(f"first_score must be a finite number or None, got {first!r}")
         for name in ("layers", "exclude"):
             value = getattr(self, name)
             if isinstance(value, str): raise TypeError(f"{name} must be a tuple of names, got the text {value!r}")

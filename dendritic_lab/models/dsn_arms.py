@@ -132,7 +132,7 @@ def with_fields(
     model.hidden = DendriticFields(fields, neurons, inputs)
     return model
 
-# %% ../../nbs/models/03_dsn_arms.ipynb #4c5e7cf6
+# %% ../../nbs/models/03_dsn_arms.ipynb #a62e4b7f
 @torch.no_grad()
 def spread_dendrites(
     model: DSNForSequenceClassification,  # with dendrites and a tokenizer; changed in place
