@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['adaptation_arms', 'trainable', 'Adaptation', 'Adapted', 'adapt', 'adapt_all', 'step_times', 'epoch_costs', 'ends',
-           'kept_by', 'in_equal_time', 'plot_growth']
+           'kept_by', 'in_equal_steps', 'in_equal_time', 'plot_growth']
 
 # %% ../../nbs/growth/11_adaptation.ipynb #6b557825
 from .adapters import Arm, in_steps, linear_layers, lora, lora_count, nearest_rank
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
+from statistics import geometric_mean
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +36,11 @@ from transformers import PreTrainedModel
 def adaptation_arms(
     model: PreTrainedModel,  # a plain decoder of Llama's kind
     dendrites: int,  # at most, on each layer
-    longer: int = 2,  # as many epochs for the longer training of the plain model
+    longer: int = 2,  # as many epochs for arms whose steps cost less than those of growth
     layers: Callable[[str], bool] = lambda name: name != "lm_head",  # that grow or get an adapter, by name
 ) -> dict[str, Arm]:
-    """Full fine-tuning, as it is, longer and with restarts; LoRA; dendrites that are low-rank, grown, from the start or
-    have receptive fields of 16 inputs; and width."""
+    """Full fine-tuning, as it is and with restarts; LoRA; dendrites that are low-rank, grown, from the start or have
+    receptive fields of 16 inputs; and width."""
     size, largest = grown_param_count(model, 0), grown_param_count(model, dendrites, layers)
     of_lora, of_low = (lambda r: lora_count(model, r, layers)), (lambda r: low_rank_count(model, r, layers))
     rank, low, width = nearest_rank(of_lora, size), nearest_rank(of_low, size), width_for(model, largest - size)
@@ -47,11 +48,10 @@ def adaptation_arms(
     fields = nearest_rank(of_fields, largest - size)
     of_width = (width - model.config.intermediate_size) * unit_size(model)
     put = lambda m: put_dendrites(m, dict.fromkeys(linear_layers(m, layers), dendrites))
-    return {"full": Arm(lambda m: m, 0, True),
-            "longer": Arm(lambda m: m, 0, True, times=longer),
-            "restarts": Arm(lambda m: m, 0, True, restarts=True),
-            "lora": Arm(lambda m: lora(m, rank, layers), of_lora(rank), False, rank),
-            "low_rank": Arm(lambda m: put_low_rank(m, low, layers), of_low(low), False, low),
+    return {"full": Arm(lambda m: m, 0, True, times=longer),
+            "restarts": Arm(lambda m: m, 0, True, restarts=True, times=longer),
+            "lora": Arm(lambda m: lora(m, rank, layers), of_lora(rank), False, rank, times=longer),
+            "low_rank": Arm(lambda m: put_low_rank(m, low, layers), of_low(low), False, low, times=longer),
             "grown": Arm(lambda m: m, largest - size, True, largest=put),
             "from_start": Arm(put, largest - size, True),
             "fields": Arm(lambda m: put_fields(m, fields, 16, layers, torch.initial_seed()), of_fields(fields), True),
@@ -66,7 +66,7 @@ def trainable(model: nn.Module) -> int:
 @dataclass(frozen=True)
 class Adaptation:
     "How all arms are adapted."
-    epochs: int  # evaluations, and chances to grow
+    epochs: int  # evaluations, and chances to grow, at equal steps
     steps: int  # optimizer steps an epoch
     rates: Sequence[float]  # to choose from, the same for every arm
     choosing: int = 1  # seeds that choose
@@ -80,11 +80,6 @@ class Adapted:
     model: nn.Module
     fit: Fit
     lr: float
-
-    @property
-    def kept(self) -> dict:
-        "The row of the epoch whose weights the model has."
-        return self.fit.history[self.fit.best_epoch - 1]
 
 
 def adapt(
@@ -122,9 +117,11 @@ def adapt_all(
     found, tried, best = {}, {}, {}
 
     def parts(name, seed):
-        if not arms[name].restarts: return [plan.epochs * arms[name].times]
+        further = plan.epochs * (arms[name].times - 1)
+        if not arms[name].restarts: return [plan.epochs + further]
         grown = next(name for name, arm in arms.items() if arm.largest)
-        return parts_of(found[grown, best[grown], seed].fit.history)
+        *others, last = parts_of(found[grown, best[grown], seed].fit.history)
+        return [*others, last + further]
 
     def job(name, lr, seed):
         about = dict(lr=lr, seed=seed, description=f"{name}, rate {lr:g}, seed {seed}")
@@ -140,7 +137,8 @@ def adapt_all(
         rates, few = {name: list(plan.rates) for name in names}, range(min(plan.choosing, len(bases)))
         for further in (True, True, False):
             train_some([(name, lr, seed) for seed in few for name in names for lr in rates[name]])
-            mean = lambda name, lr: sum(found[name, lr, seed].fit.best_score for seed in few) / len(few)
+            loss = lambda one: kept_by(one.fit.history, lambda dendrites: 1, plan.epochs)["validation_loss"]
+            mean = lambda name, lr: geometric_mean(loss(found[name, lr, seed]) for seed in few)
             tried.update({name: {lr: mean(name, lr) for lr in sorted(rates[name])} for name in names})
             more = {name: beyond(tried[name]) for name in names}
             if further: rates = {name: rates[name] + more[name] for name in names}
@@ -178,7 +176,7 @@ def epoch_costs(
     "Costs of an epoch, in epochs of full fine-tuning."
     last = f"dendrites_{sum(name.startswith('dendrites_') for name in times)}"
     constant = {name: time for name, time in times.items() if not name.startswith("dendrites_")}
-    constant |= {"full": 1.0, "longer": 1.0, "restarts": 1.0, "from_start": times[last]}
+    constant |= {"full": 1.0, "restarts": 1.0, "from_start": times[last]}
     costs = {name: (lambda dendrites, time=time: time) for name, time in constant.items()}
     return costs | {"grown": lambda dendrites: times[f"dendrites_{dendrites}"] if dendrites else 1.0}
 
@@ -200,6 +198,16 @@ def kept_by(
     over = [row for row, end in zip(history, ends(history, cost)) if end <= budget * (1 + 1e-9)]
     if not over: raise ValueError(f"no epoch was over after {budget:g}, the first took {ends(history, cost)[0]:g}")
     return min(over, key=lambda row: row["validation_loss"])
+
+
+def in_equal_steps(
+    adapted: Mapping[str, Sequence[Adapted]],  # arm -> one a seed
+    epochs: int,
+) -> dict[str, list[dict]]:  # arm -> the row of an epoch, one a seed
+    "What each arm would have kept after so many epochs."
+    return {arm: [kept_by(one.fit.history, lambda dendrites: 1, epochs) for one in of] for arm, of in adapted.items()}
+
+
 def in_equal_time(
     adapted: Mapping[str, Sequence[Adapted]],  # arm -> one a seed
     costs: Mapping[str, Callable[[int], float]],  # by `epoch_costs`
@@ -215,13 +223,13 @@ def in_equal_time(
 # %% ../../nbs/growth/11_adaptation.ipynb #dede5f31
 def plot_growth(
     axis,  # of matplotlib
-    adapted: Mapping[str, Sequence[Adapted]],  # arm -> one a seed; grown, and perhaps longer
+    adapted: Mapping[str, Sequence[Adapted]],  # arm -> one a seed; grown and full
     costs: Mapping[str, Callable[[int], float]],  # by `epoch_costs`
 ) -> None:
-    "Draw validation losses of growing trainings over the time that epochs cost; dashed: full fine-tuning, continued."
+    "Draw validation losses of growing trainings over the time that epochs cost; dashed: full fine-tuning."
     points = lambda arm, of: [(end, row["validation_loss"], row.get("dendrites", 0))
                               for end, row in zip(ends(of.fit.history, costs[arm]), of.fit.history)]
-    for one in adapted.get("longer", ()): axis.plot(*list(zip(*points("longer", one)))[:2], "k--", lw=1)
+    for one in adapted["full"]: axis.plot(*list(zip(*points("full", one)))[:2], "k--", lw=1)
     named = set()
     for one in adapted["grown"]:
         axis.plot(*list(zip(*points("grown", one)))[:2], color="grey", lw=0.5)

@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from torch import nn
 from torch.utils.data import DataLoader
 
-# %% ../../nbs/growth/07_fitting.ipynb #e75a9790
+# %% ../../nbs/growth/07_fitting.ipynb #1b620de7
 def go_on(
     model: nn.Module,  # with the best weights so far
     so_far: Fit,

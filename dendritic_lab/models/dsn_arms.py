@@ -9,9 +9,9 @@ __all__ = ['MeanPooledEncoder', 'cut_encoder', 'bert_tiny', 'vocabulary_within',
 # %% ../../nbs/models/03_dsn_arms.ipynb #27631ec9
 from ..data.batches import text_batches
 from ..data.sources import checkpoint_path
-from ..evaluate import predict
 from ..layers.receptive_fields import DendriticFields, receptive_fields
 from ..layers.text_pooling import masked_mean
+from ..measure import evaluating
 from .dsn import DSNConfig, DSNForSequenceClassification
 
 from collections.abc import Sequence
@@ -132,7 +132,7 @@ def with_fields(
     model.hidden = DendriticFields(fields, neurons, inputs)
     return model
 
-# %% ../../nbs/models/03_dsn_arms.ipynb #a62e4b7f
+# %% ../../nbs/models/03_dsn_arms.ipynb #22146c65
 @torch.no_grad()
 def spread_dendrites(
     model: DSNForSequenceClassification,  # with dendrites and a tokenizer; changed in place
@@ -143,7 +143,9 @@ def spread_dendrites(
     scale, at most the spread of the neuron's own sum. Source: layer-sequential unit variance (Mishkin & Matas 2016)."""
     layer, seen = model.hidden, []
     hook = layer.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0]))
-    try: predict(model, text_batches(model.tokenizer, texts, 64))
+    try:
+        with evaluating(model):
+            for batch in text_batches(model.tokenizer, texts, 64): model(**batch)
     finally: hook.remove()
     sums = F.linear(torch.cat(seen).to(layer.weight), layer.weight, layer.bias)  # (texts, neurons and dendrites)
     deviation, n = sums.std(0).clamp(min=1e-12), layer.out_features
