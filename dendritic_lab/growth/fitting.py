@@ -24,19 +24,24 @@ from tempfile import TemporaryDirectory
 from torch import nn
 from torch.utils.data import DataLoader
 
-# %% ../../nbs/growth/07_fitting.ipynb #1b620de7
+# %% ../../nbs/growth/07_fitting.ipynb #7e33cb70
 def go_on(
     model: nn.Module,  # with the best weights so far
     so_far: Fit,
     train: DataLoader,
     **settings,  # of `fit`
 ) -> Fit:  # of both together
-    "A further part of a training, with a new optimizer. Weights that are not better are not kept."
+    """A further part of a training, with a new optimizer: where the rate goes by the score, at the one that it had come
+    to. Weights that are not better are not kept."""
     best, done = deepcopy(model.state_dict()), so_far.history[-1]
+    asked = Settings(**{name: settings[name] for name in {field.name for field in fields(Settings)} & set(settings)})
+    if asked.by_score:
+        share = done["lr"] / asked.lr
+        slower = {name: share * lr for name, lr in asked.learning_rates.items()}
+        settings |= dict(lr=done["lr"], learning_rates=slower)
     part = fit(model, train, **settings)
     best_epoch, score = done["epoch"] + part.best_epoch, part.best_score
-    asked = {field.name for field in fields(Settings)} & set(settings)
-    if not is_better(Settings(**{name: settings[name] for name in asked}), score, so_far.best_score):
+    if not is_better(asked, score, so_far.best_score):
         best_epoch, score = so_far.best_epoch, so_far.best_score
         model.load_state_dict(best)
     has = {name: so_far.history[so_far.best_epoch - 1][name] for name in ("dendrites", "parameters") if name in done}

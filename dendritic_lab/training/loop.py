@@ -11,6 +11,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,13 @@ def evaluate_epoch(state: State, evaluate: Evaluation) -> dict[str, float]:
     return figures
 
 # %% ../../nbs/training/07_loop.ipynb #3baf1ec3
-def renew_optimizer(state: State) -> None:
+def renew_optimizer(state: State, rates: dict[str, float]) -> None:  # of parameters that had one, by name
+    """A new optimizer, where a model has other parameters. A schedule by steps begins anew for the steps that are left;
+    where the score decides, old parameters go on at the rate that they had come to, and new ones at the first."""
     accelerator, settings = state.accelerator, state.settings
+    if settings.by_score:
+        known = {name: rates[name] for name, p in state.inner.named_parameters() if name in rates and p.requires_grad}
+        settings = replace(settings, learning_rates=settings.learning_rates | known)
     processes.forget_optimizers(accelerator)
     if accelerator.num_processes > 1:
         state.model = processes.forget_model(accelerator, state.model)
@@ -129,8 +135,9 @@ def follow_hook(state: State, figures: dict[str, float]) -> dict:  # what the ho
     others = {name: value for name, value in figures.items() if name != state.settings.monitor}
     seed = processes.epoch_seed(state.settings.seed, state.epoch) ^ 0x5EED  # another stream than the epochs'
     score = figures[state.settings.monitor]
+    rates = state.rates
     row, changed = state.hook.after_epoch(state.inner, state.optimizer.optimizer, score, others, seed)
-    if changed and not state.hook.finished and state.epoch < state.settings.epochs: renew_optimizer(state)
+    if changed and not state.hook.finished and state.epoch < state.settings.epochs: renew_optimizer(state, rates)
     return row
 
 # %% ../../nbs/training/07_loop.ipynb #9cce11df

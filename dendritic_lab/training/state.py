@@ -74,6 +74,12 @@ class State:
         return inner_model(self.accelerator, self.model)
 
     @property
+    def rates(self) -> dict[str, float]:
+        "The learning rate of each parameter, by name."
+        known = {id(p): group["lr"] for group in self.optimizer.optimizer.param_groups for p in group["params"]}
+        return {name: known[id(p)] for name, p in self.inner.named_parameters() if id(p) in known}
+
+    @property
     def sharded(self) -> bool: return isinstance(next(self.model.parameters()), DTensor)
 
     @property
