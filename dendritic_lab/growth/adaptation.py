@@ -104,7 +104,7 @@ def adapt(
     return Adapted(model, done, lr)
 
 
-# %% ../../nbs/growth/11_adaptation.ipynb #d3423ca6
+# %% ../../nbs/growth/11_adaptation.ipynb #023f4966
 def ends(
     history: Sequence[dict],  # of `Fit`
     cost: Callable[[int], float],  # of an epoch with so many dendrites on a layer
