@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from torch import nn
 from torch.utils.data import DataLoader
 
-# %% ../../nbs/growth/07_fitting.ipynb #a31c559b
+# %% ../../nbs/growth/07_fitting.ipynb #a50b3e66
 def go_on(
     model: nn.Module,  # with the best weights so far
     so_far: Fit,
@@ -36,9 +36,8 @@ def go_on(
     best, done = deepcopy(model.state_dict()), so_far.history[-1]
     asked = Settings(**{name: settings[name] for name in {field.name for field in fields(Settings)} & set(settings)})
     if asked.by_score:
-        share = done["lr"] / asked.lr
-        slower = {name: share * lr for name, lr in asked.learning_rates.items()}
-        settings |= dict(lr=done["lr"], learning_rates=slower)
+        slower = {name: lr * done["next_lr"] / asked.lr for name, lr in asked.learning_rates.items()}
+        settings |= dict(lr=done["next_lr"], learning_rates=slower)
     part = fit(model, train, **settings)
     best_epoch, score = done["epoch"] + part.best_epoch, part.best_score
     if not is_better(asked, score, so_far.best_score):
@@ -64,7 +63,12 @@ def fit_in_parts(
     checkpoint: str | Path | None = None,  # folder, with one of its own for each part
     **settings,  # of `fit`, which needs `evaluate`
 ) -> Fit:  # as from growth, whose history says where parts end
-    "Train with a new optimizer for each part, from the best weights of those before, in new batches."
+    """Train with a new optimizer for each part, from the best weights of those before, in new batches.
+
+    Raises `ValueError` for a schedule that would begin anew and end with each part, where there are several."""
+    if len(parts) > 1 and settings.get("schedule") not in ("constant", "reduce_lr_on_plateau"):
+        raise ValueError("parts go on at a rate that knows no end: expected the schedule constant or "
+                         f"reduce_lr_on_plateau, got {settings.get('schedule', Settings.schedule)}")
     own = lambda number: dict(epochs=parts[number], seed=seed + 1000 * number,
                               checkpoint=checkpoint and Path(checkpoint) / f"part{number}")
     done = fit(model, train, **settings | own(0))
@@ -72,7 +76,8 @@ def fit_in_parts(
     return done
 
 # %% ../../nbs/growth/07_fitting.ipynb #de9487b7
-GROWING = ("*.dendrites_to_top.*", "*.dendrite_module.layers.*")  # PerforatedAI's names, for `learning_rates` of `fit`
+# what grows, by PerforatedAI's names and by those of plain layers, where weights are in one matrix with the base's
+GROWING = ("*.dendrites_to_top.*", "*.dendrite_module.layers.*", "*output_scale", "*lateral_scale")
 SCALES = ("*output_scale", "*.dendrites_to_top.*")  # by which dendrites reach their neurons, in plain layers and in its
 
 

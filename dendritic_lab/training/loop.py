@@ -116,7 +116,7 @@ def evaluate_epoch(state: State, evaluate: Evaluation) -> dict[str, float]:
 # %% ../../nbs/training/07_loop.ipynb #3baf1ec3
 def renew_optimizer(state: State, rates: dict[str, float]) -> None:  # of parameters that had one, by name
     """A new optimizer, where a model has other parameters. A schedule by steps begins anew for the steps that are left;
-    where the score decides, old parameters go on at the rate that they had come to, and new ones at the first."""
+    where the score decides, parameters go on at the rate that they had come to, and those of new names at the first."""
     accelerator, settings = state.accelerator, state.settings
     if settings.by_score:
         known = {name: rates[name] for name, p in state.inner.named_parameters() if name in rates and p.requires_grad}
@@ -150,7 +150,9 @@ def one_epoch(state: State, train: DataLoader, loss: Loss | None, evaluate: Eval
         figures = evaluate_epoch(state, evaluate)
         score = figures[settings.monitor]
         bar.show(**{settings.monitor: score}, best=state.fit.best_score)
-        if settings.by_score: state.scheduler.scheduler.step(score)
+        if settings.by_score:
+            state.scheduler.scheduler.step(score)
+            row["next_lr"] = state.scheduler.get_last_lr()[0]
         row |= {f"validation_{k}" if k in row or k == "seconds" else k: v for k, v in figures.items()}
         row |= follow_hook(state, figures)
     bar.show(epoch=state.epoch)
