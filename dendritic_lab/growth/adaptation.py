@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'adaptation_arms', 'trainable', 'Adaptation', 'Adapted', 'adapt', 'ends', 'kept_by', 'adapt_all',
-           'step_times', 'epoch_costs', 'in_equal_steps', 'in_equal_time', 'plot_growth']
+           'step_times', 'epoch_costs', 'in_equal_steps', 'strongest', 'in_equal_time', 'plot_growth']
 
 # %% ../../nbs/growth/11_adaptation.ipynb #6b557825
 from .adapters import Arm, in_steps, linear_layers, lora, lora_count, nearest_rank
@@ -106,7 +106,7 @@ def adapt(
     return Adapted(model, done, lr)
 
 
-# %% ../../nbs/growth/11_adaptation.ipynb #4c89e4f2
+# %% ../../nbs/growth/11_adaptation.ipynb #0c986b1e
 def ends(
     history: Sequence[dict],  # of `Fit`
     cost: Callable[[int], float],  # of an epoch with so many dendrites on a layer
@@ -213,6 +213,15 @@ def in_equal_steps(
     return {arm: [kept_by(one.fit.history, lambda dendrites: 1, epochs) for one in of] for arm, of in adapted.items()}
 
 
+def strongest(
+    kept: Mapping[str, Sequence[dict]],  # arm -> the row of an epoch, one a seed
+    like: str = "grown",  # the arm that is compared with it
+) -> str:
+    "Which of the other arms has the lowest validation loss, as a geometric mean over seeds."
+    loss = lambda arm: geometric_mean(row["validation_loss"] for row in kept[arm])
+    return min((arm for arm in kept if arm != like), key=loss)
+
+
 def in_equal_time(
     adapted: Mapping[str, Sequence[Adapted]],  # arm -> one a seed
     costs: Mapping[str, Callable[[int], float]],  # by `epoch_costs`
@@ -235,7 +244,9 @@ def plot_growth(
     adapted: Mapping[str, Sequence[Adapted]],  # arm -> one a seed; grown and full
     costs: Mapping[str, Callable[[int], float]],  # by `epoch_costs`
 ) -> None:
-    "Draw validation losses of growing trainings over the time that epochs cost; dashed: full fine-tuning."
+    """Draw validation losses of growing trainings over the time that epochs cost. Dashed is full fine-tuning, dotted
+    where that has made as many steps."""
+    axis.axvline(len(adapted["grown"][0].fit.history), color="grey", ls=":")
     points = lambda arm, of: [(end, row["validation_loss"], row.get("dendrites", 0))
                               for end, row in zip(ends(of.fit.history, costs[arm]), of.fit.history)]
     for one in adapted["full"]: axis.plot(*list(zip(*points("full", one)))[:2], "k--", lw=1)
@@ -246,4 +257,6 @@ def plot_growth(
             label = None if k in named else f"dendrites: {k}"
             axis.plot(*list(zip(*of))[:2], "os^Dv<"[k % 6], color=f"C{k}", ms=5, label=label)
             named.add(k)
+    axis.set(xlabel="time, in epochs of full fine-tuning", ylabel="validation loss, nats")
+    axis.legend()
 

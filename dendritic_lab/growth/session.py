@@ -167,7 +167,7 @@ class GrowthSession:
         "What learns, and the model's own buffers; not the library's."
         inside = tuple(f"{name}." for name in self.layers)
         buffers = {name: b for name, b in self.model.named_buffers() if not name.startswith(inside)}
-        return dict(self.model.named_parameters()) | {n: b for n, b in buffers.items() if isinstance(b, Tensor)}
+        return dict(self.model.named_parameters()) | {n: b for n, b in buffers.items() if n not in self.own_buffers}
 
     def _remember(self, score: float):
         "Keep the best weights with as many dendrites, and with one less, which a new try starts from."

@@ -135,7 +135,7 @@ def follow_hook(state: State, figures: dict[str, float]) -> dict:  # what the ho
     others = {name: value for name, value in figures.items() if name != state.settings.monitor}
     seed = processes.epoch_seed(state.settings.seed, state.epoch) ^ 0x5EED  # another stream than the epochs'
     score = figures[state.settings.monitor]
-    rates = state.rates
+    rates = state.rates if state.settings.by_score else {}
     row, changed = state.hook.after_epoch(state.inner, state.optimizer.optimizer, score, others, seed)
     if changed and not state.hook.finished and state.epoch < state.settings.epochs: renew_optimizer(state, rates)
     return row

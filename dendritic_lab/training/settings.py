@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 # %% ../../nbs/training/04_settings.ipynb #8d2c29fe
-UNDECAYED = ("*scale", "*.dendrites_to_top.*", "*.dendrites_to_dendrites.*")  # the latter as PerforatedAI calls them
+UNDECAYED = ("*scale", "*.dendrites_to_top.*", "*.dendrites_to_dendrites.*")  # the last two are PerforatedAI's
 
 
 def parameter_groups(
