@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from torch import nn
 from torch.utils.data import DataLoader
 
-# %% ../../nbs/growth/07_fitting.ipynb #fd437d86
+# %% ../../nbs/growth/07_fitting.ipynb #6f50d352
 def go_on(
     model: nn.Module,  # with the best weights so far
     so_far: Fit,
