@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from torch import nn
 from torch.utils.data import DataLoader
 
-# %% ../../nbs/growth/07_fitting.ipynb #6f50d352
+# %% ../../nbs/growth/07_fitting.ipynb #557b390b
 def go_on(
     model: nn.Module,  # with the best weights so far
     so_far: Fit,

@@ -132,7 +132,7 @@ def with_fields(
     model.hidden = DendriticFields(fields, neurons, inputs)
     return model
 
-# %% ../../nbs/models/03_dsn_arms.ipynb #758b2bb6
+# %% ../../nbs/models/03_dsn_arms.ipynb #716d581e
 @torch.no_grad()
 def spread_dendrites(
     model: DSNForSequenceClassification,  # with dendrites and a tokenizer; changed in place
