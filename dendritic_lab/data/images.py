@@ -91,7 +91,8 @@ def rand_augment(strength: str = "rand-m9-mstd0.5-inc1", flip: bool = True) -> C
 
     Draws from Python's, numpy's and torch's generators.
     """
-    settings = {"translate_const": 10, "img_mean": tuple(round(255 * m) for m in MEAN)}
+    settings = {"translate_const": 10, "img_mean": tuple(round(255 * m) for m in MEAN),
+                "magnitude_max": 9.99}  # at 10 posterizing would leave 0 bits, which Pillow refuses
     shift, change = shift_and_flip(flip=flip), rand_augment_transform(strength, settings)
     def augment(pixels: Tensor) -> Tensor:
         arrays = shift(pixels).permute(0, 2, 3, 1).cpu().numpy()
