@@ -100,14 +100,16 @@ def attention_scores(model: LiquidViT, pixel_values: Tensor) -> Tensor:  # (imag
 def taught_branches(
     tokens: Tensor,  # (images, patches, width) normalised, as gates read them
     worth: Tensor,  # (images, patches)
+    hidden_dim: int,  # of each branch
     epochs: int = 60,
     lr: float = 2e-3,
     seed: int = 0,  # of the start and of the order
 ) -> DendriticGating:
     "Branches that were told how patches rank within their image, in batches of 100 images."
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(): torch.manual_seed(seed); branches = DendriticGating(tokens.shape[-1], hidden_dim=24)
-    branches.to(tokens.device)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        branches = DendriticGating(tokens.shape[-1], hidden_dim=hidden_dim).to(tokens.device)
     ranks = worth.argsort(1).argsort(1).to(tokens) / (worth.shape[1] - 1)  # 0 to 1
     optimizer = torch.optim.AdamW(branches.parameters(), lr, weight_decay=0.05)
     for _ in range(epochs):
