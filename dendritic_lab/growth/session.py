@@ -7,7 +7,8 @@ __all__ = ['chosen_layers', 'check_scores', 'check_trained', 'GrowthSession', 'g
 
 # %% ../../nbs/growth/03_session.ipynb #71f01826
 from .contained import contained
-from .plain import ACTIVATIONS, exported_param_count, is_grown
+from .plain import (
+    ACTIVATIONS, callable_layers, check_layers, exported_param_count, is_grown)
 from .settings import SWITCHES, GrowthConfig, GrowthError, set_library
 
 import csv
@@ -16,6 +17,7 @@ import importlib.util
 import math
 import os
 import pdb
+import shutil
 import sys
 import time
 from collections import Counter
@@ -32,20 +34,24 @@ def chosen_layers(model: nn.Module, config: GrowthConfig) -> list[str]:
     if any(is_grown(m) for m in model.modules()): raise GrowthError("this model is perforated already: export it first")
     if "base_model" in model._modules:
         raise GrowthError("the model has a part named base_model, which PerforatedAI never saves: rename it")
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linear = callable_layers(model)
+    if not linear: raise GrowthError("the model has no linear layers, and it is these that grow")
     if "" in linear: raise GrowthError("the model is a single linear layer: wrap it, as in nn.Sequential(layer)")
+    belongs = lambda name, part: not part or name == part or name.startswith(part.rstrip(".") + ".")
     for part in config.layers + config.exclude:
-        if not any(name.startswith(part) for name in linear):
-            known = ", ".join(linear) or "none"
-            raise GrowthError(f"no linear layer's name begins with {part!r}; linear layers: {known}")
-    names = [n for n in linear if n.startswith(config.layers) and not (config.exclude and n.startswith(config.exclude))]
+        if not any(belongs(name, part) for name in linear):
+            raise GrowthError(f"no linear layer is, or is in, {part!r}; linear layers: {', '.join(linear)}")
+    among = lambda name, parts: any(belongs(name, part) for part in parts)
+    names = [name for name in linear if among(name, config.layers) and not among(name, config.exclude)]
     if not names: raise GrowthError("no linear layer is left to grow")
     _check_layers(model, {name: linear[name] for name in names})
     return names
 
 
 def _check_layers(model: nn.Module, layers: dict[str, nn.Linear]):
-    "Raise `GrowthError` for layers of `model` that cannot grow together."
+    "Raise `GrowthError` for layers of `model` that cannot grow, or not together."
+    try: check_layers(model, layers)
+    except ValueError as e: raise GrowthError(str(e)) from None
     users = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     for name, layer in layers.items():
         if not all(p.requires_grad for p in layer.parameters()):
@@ -250,7 +256,7 @@ def growth_session(
     if process: workdir = workdir / f"process{process}"
     if (workdir / "library").exists():
         raise GrowthError(f"{workdir} holds an earlier session, whose settings PerforatedAI would read: "
-                          "choose a new folder")
+                          "choose a new folder, or delete this one")
     (workdir / "library").mkdir(parents=True)
     with contained(workdir): from perforatedai import globals_perforatedai as GPA, modules_perforatedai as PA
     session = _current = GrowthSession(workdir, config)
@@ -261,6 +267,7 @@ def growth_session(
         yield session
     finally:
         session.open, _current = False, None
+        if session.model is None: shutil.rmtree(workdir / "library")  # nothing was grown: the folder may be used again
         _fresh(GPA)
         PA.sys, PA.pdb = sys, pdb
 

@@ -34,8 +34,8 @@ class GrowthConfig:
     candidate_weight_initialization_multiplier: float = 0.01  # standard deviation of a new dendrite's weights
     activation: str = "tanh"  # f, a key of `ACTIVATIONS`
     maximizing_score: bool = True  # False where a smaller score is better, as with a loss
-    layers: tuple[str, ...] = ("",)  # beginnings of the names of the linear layers that grow; "" is all
-    exclude: tuple[str, ...] = ()  # beginnings of names that do not
+    layers: tuple[str, ...] = ("",)  # names of the linear layers that grow, or of parts of the model; "" is all
+    exclude: tuple[str, ...] = ()  # names of layers and parts that do not
     library: dict = field(default_factory=dict)  # further settings of PerforatedAI, by its own names
 
     def __post_init__(self):
@@ -52,6 +52,7 @@ class GrowthConfig:
         for name in ("layers", "exclude"):
             value = getattr(self, name)
             if isinstance(value, str): raise TypeError(f"{name} must be a tuple of names, got the text {value!r}")
+            object.__setattr__(self, name, tuple(value))
 
     @property
     def thresholds(self) -> list:

@@ -59,6 +59,16 @@ class LiquidGate(Gate):
         self.soft = False
         if self.scorer is not None: nn.init.xavier_uniform_(self.scorer.weight); nn.init.zeros_(self.scorer.bias)
 
+    @torch.no_grad()
+    def change_nothing(self):
+        "Begin with tokens that all weigh the same, pass a threshold and are not moved, for a model that has learned."
+        if self.gating is not None: self.gating.weight.zero_()
+        if self.cfc is not None: self.cfc.out.weight.zero_()
+        if self.threshold is None: return
+        if self.scorer is not None: self.scorer.weight.zero_()
+        if self.slope is not None: self.slope.zero_()
+        self.threshold.fill_(0.0 if self.scorer is None else -2.0)  # 2 below what all say
+
     def logits(self, tokens: Tokens) -> Tensor | None:  # (batch, tokens, branches); None where nothing is weighed
         "What each branch says of each token, or the scorer."
         if self.gating is None and self.scorer is None: return None

@@ -86,7 +86,7 @@ def gather_tokens(
     if tokens.mask is not None: weights = weights * tokens.mask
     columns = [part if part.ndim == 3 else part.unsqueeze(-1) for part in parts.values()]
     sizes = [part.shape[-1] for part in columns]
-    if weights is not tokens.importance: columns.append(weights.unsqueeze(-1))
+    if weights is not tokens.importance: columns.append(weights.unsqueeze(-1).to(tokens.hidden.dtype))
     rows, = gather(ranked, torch.cat(columns, -1))
     weights, moved = rows[..., -1], rows[..., :sum(sizes)]
     first = count if real is None else 0  # of those that may be fused

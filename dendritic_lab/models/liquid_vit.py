@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import PyTorchModelHubMixin
 from timm.layers import DropPath
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import Block as PlainBlock, VisionTransformer
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
@@ -221,25 +221,28 @@ class LiquidViT(nn.Module, PyTorchModelHubMixin):
     def from_timm(cls,
         model: VisionTransformer,  # of timm, with a class token
         gates: Sequence[Gate] | None = None,  # one for each of gate_layers; None: liquid gates
-        **settings,  # of `LiquidViTConfig`; gate_layers: after each quarter of the blocks
+        **settings,  # of `LiquidViTConfig`; gate_layers: after each quarter of the blocks; other classes: a new head
     ) -> "LiquidViT":
-        """A pretrained model with gates, in evaluation mode. Liquid gates begin so that they change nothing: with
-        keep_ratio=1 the outputs are the model's. Which tokens they drop has to be learned.
+        """A pretrained model with gates, in evaluation mode; what is frozen stays frozen. Liquid gates begin so that
+        they change nothing: with keep_ratio=1 the outputs are the model's. Which tokens they drop has to be learned.
 
-        Raises `ValueError` naming what in the model has no counterpart here.
+        Raises `ValueError` naming what in the model has no counterpart here, or sizes other than the model's.
         """
-        shape = timm_shape(model)
+        shape, weights = timm_shape(model), dict(model.state_dict())
+        fixed = {name: size for name, size in shape.items() if name not in ("classes", "drop_path")}
+        if other := [name for name, size in fixed.items() if settings.get(name, size) != size]:
+            raise ValueError(f"{', '.join(other)}: sizes are the model's; change them there before, as timm can")
         places = {"gate_layers": quarters(shape["depth"])}
         off = dict(gating=False, cfc=False, sparse=False) if gates is not None else {}
         new = cls(LiquidViTConfig(**shape | places | off | settings), gates)
-        missing, unknown = new.load_state_dict(model.state_dict(), strict=False)
-        if unknown or any(not name.startswith("gates.") for name in missing):
+        fresh = ("gates.", "head.") if new.config.classes != shape["classes"] else ("gates.",)
+        weights = {name: weight for name, weight in weights.items() if not name.startswith(fresh)}
+        missing, unknown = new.load_state_dict(weights, strict=False)
+        if unknown or any(not name.startswith(fresh) for name in missing):
             raise ValueError(f"weights without a counterpart: {', '.join([*unknown, *missing][:5])}")
+        for name in weights: new.get_parameter(name).requires_grad_(model.get_parameter(name).requires_grad)
         for gate in new.gates:
-            if not isinstance(gate, LiquidGate): continue
-            if gate.gating is not None: nn.init.zeros_(gate.gating.weight)
-            if gate.threshold is not None: nn.init.zeros_(gate.threshold)  # below what silent branches say
-            if gate.cfc is not None: nn.init.zeros_(gate.cfc.out.weight)
+            if isinstance(gate, LiquidGate): gate.change_nothing()
         return new.eval()
 
     def embed(self, pixels: Tensor) -> Tensor:  # (batch, channels, size, size) -> (batch, 1 + patches, width)
@@ -315,26 +318,31 @@ def timm_shape(model: VisionTransformer) -> dict:  # fields of `LiquidViTConfig`
     "The sizes of a plain ViT of timm. Raises `ValueError` naming what is not plain."
     if not isinstance(model, VisionTransformer):
         raise ValueError(f"expected a VisionTransformer of timm, got {type(model).__name__}")
+    if strange := {type(block).__name__ for block in model.blocks if type(block) is not PlainBlock}:
+        raise ValueError(f"the model has what a LiquidViT has not: blocks of the kind {', '.join(sorted(strange))}")
     block, (height, width) = model.blocks[0], model.patch_embed.img_size
+    anywhere = lambda unlike: any(map(unlike, model.blocks))
     patch, d, inner = model.patch_embed.patch_size, model.embed_dim, block.mlp.fc1.out_features
     unlike = {
         "register or distillation tokens": model.num_prefix_tokens != 1 or model.cls_token is None,
         "positions without the class token": model.no_embed_class or model.pos_embed is None,
         "pooling of all tokens": model.global_pool != "token",
-        "no classifier": not isinstance(model.head, nn.Linear),
+        "no classifier (timm's reset_classifier makes one)": not isinstance(model.head, nn.Linear),
         "images or patches that are not square": height != width or patch[0] != patch[1],
         "a norm before the blocks": not isinstance(model.norm_pre, nn.Identity),
         "a norm before the classifier": not isinstance(model.fc_norm, nn.Identity),
-        "scaled layers": not isinstance(getattr(block, "ls1", nn.Identity()), nn.Identity),
-        "norms of queries": not isinstance(block.attn.q_norm, nn.Identity),
-        "another norm": not isinstance(block.norm1, nn.LayerNorm) or block.norm1.eps != 1e-6,
-        "another activation": not isinstance(block.mlp.act, nn.GELU),
+        "scaled layers": anywhere(lambda block: not isinstance(block.ls1, nn.Identity)),
+        "norms of queries": anywhere(lambda block: not isinstance(block.attn.q_norm, nn.Identity)),
+        "another norm": anywhere(lambda block: not isinstance(block.norm1, nn.LayerNorm) or block.norm1.eps != 1e-6),
+        "another activation": anywhere(
+            lambda block: not isinstance(block.mlp.act, nn.GELU) or block.mlp.act.approximate != "none"),
         "another feed-forward": inner % d != 0 or not hasattr(block.mlp, "fc2")}
     if found := [name for name, is_so in unlike.items() if is_so]:
         raise ValueError(f"the model has what a LiquidViT has not: {', '.join(found)}")
     return dict(image_size=height, patch_size=patch[0], channels=model.patch_embed.proj.in_channels, width=d,
                 depth=len(model.blocks), heads=block.attn.num_heads, mlp_ratio=inner // d,
-                qkv_bias=block.attn.qkv.bias is not None, classes=model.head.out_features)
+                qkv_bias=block.attn.qkv.bias is not None, classes=model.head.out_features,
+                drop_path=getattr(model.blocks[-1].drop_path1, "drop_prob", 0.0))
 
 
 def liquid_gates(c: LiquidViTConfig) -> list[Gate]:
@@ -381,6 +389,8 @@ def learning_rates(
     lr: float,
     gates: float = 1.0,  # rate of the gates' parameters over that of the others
 ) -> dict[str, float]:
-    "For `fit`: the gates' rate, and half of it for CfC parameters."
-    rates = {f"gates.{i}.": gates * lr for i, gate in enumerate(model.gates) if list(gate.parameters())}
-    return rates | {f"gates.{i}.cfc.": gates * lr / 2 for i in range(len(model.gates)) if model.config.cfc}
+    "For `fit`: the gates' rate, and half of it for CfC parameters, as far as they learn."
+    parts = {"": gates * lr, "cfc.": gates * lr / 2}
+    rates = {f"gates.{i}.{part}": rate for part, rate in parts.items() for i in range(len(model.gates))}
+    learning = [name for name, p in model.named_parameters() if p.requires_grad]
+    return {name: rate for name, rate in rates.items() if any(of.startswith(name) for of in learning)}

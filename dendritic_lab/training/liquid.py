@@ -14,6 +14,7 @@ from ..models.liquid_operations import operations
 from ..models.liquid_vit import LiquidViT, LiquidViTConfig, anneal, learning_rates, quarters
 from .distillation import distillation_loss
 from .loop import fit
+from .settings import Settings
 from .state import Fit
 
 # %% ../../nbs/training/12_liquid.ipynb #7d8bf7fa
@@ -114,13 +115,13 @@ def train_liquid(
     *,
     lr: float = 1e-3,
     gates: float = 1.0,  # rate of the gates' parameters over that of the others
-    anneal_epochs: int = 50,  # until the temperature has fallen from 5.0 to 0.1
-    soft_epochs: int = 5,  # at first, in which tokens are dimmed but none is dropped
+    anneal_epochs: int | None = None,  # until the temperature has fallen from 5.0 to 0.1; None: four fifths of all
+    soft_epochs: int | None = None,  # at first, in which tokens are dimmed but none is dropped; None: a tenth of all
     teacher: LiquidViT | None = None,  # without gates, where the model's gates merge
     distil: float = 0.5,  # weight of the teacher, where there is one; the loss has the rest
     **settings,  # of `fit`
 ) -> Fit:
-    "Train any arm. Raises `ValueError` for merging gates without a teacher."
+    "Train any arm. Raises `ValueError` for merging gates without a teacher, `TypeError` for one that is no LiquidViT."
     def taught(student: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         pixels = batch["pixel_values"]
         half = torch.autocast(pixels.device.type, torch.bfloat16, enabled=settings.get("precision") == "bf16")
@@ -131,8 +132,14 @@ def train_liquid(
 
     asks = any(gate.learns_foresight for gate in model.gates)
     if asks and teacher is None: raise ValueError("merging gates learn from a teacher where attention goes: give one")
+    if not isinstance(teacher, LiquidViT | None):
+        raise TypeError(f"expected a LiquidViT as teacher, got {type(teacher).__name__}: "
+                        "LiquidViT.from_timm(model, []) makes one of a ViT of timm")
     if teacher is not None: teacher.to(next(model.parameters()).device)
     settings = dict(schedule="cosine", warmup=0.05, weight_decay=0.05, clip=1.0) | settings
+    epochs = settings.get("epochs", Settings.epochs)
+    if anneal_epochs is None: anneal_epochs = max(1, round(0.8 * epochs))
+    if soft_epochs is None: soft_epochs = round(0.1 * epochs)
     rates, by_epoch = learning_rates(model, lr, gates), anneal(anneal_epochs, soft_epochs)
     loss = None if teacher is None else taught
     return fit(model, train, loss=loss, lr=lr, learning_rates=rates, before_epoch=by_epoch, **settings)

@@ -38,7 +38,10 @@ class Fit:
 
 # %% ../../nbs/training/06_state.ipynb #c6ddc31b
 def monitored(settings: Settings, figures: Mapping[str, float], epoch: int) -> float:
-    "The figure that decides. Raises `ValueError` where the evaluation lacks it, or gave no number."
+    """The figure that decides. Raises `ValueError` where the evaluation lacks it, or gave no number, and `TypeError`
+    where it gave no figures by name."""
+    if not isinstance(figures, Mapping):
+        raise TypeError(f"evaluate must give figures by name, as in {{{settings.monitor!r}: 0.9}}, got {figures!r}")
     if settings.monitor not in figures:
         raise ValueError(f"evaluate gave no figure {settings.monitor!r}; it gave: {', '.join(figures) or 'none'}")
     score = figures[settings.monitor]
