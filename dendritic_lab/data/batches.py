@@ -25,7 +25,8 @@ def text_batches(
     max_length: int = 128,  # tokens; longer texts are cut
     **columns: Sequence,  # further columns, one value a text, such as labels
 ) -> DataLoader:  # of input_ids, attention_mask and, for pairs, token_type_ids (batch, tokens); `columns` (batch, ...)
-    "A loader over `texts`. Raises `ValueError` for no texts, or a column of another length."
+    "A loader over `texts`. Raises `ValueError` for no texts or a column of another length, `TypeError` for one text."
+    if isinstance(texts, str): raise TypeError(f"texts must be a list of texts, got the text {texts[:40]!r}")
     texts = list(texts)
     if not texts: raise ValueError("expected at least one text")
     if (by_length or draw) and not shuffle:

@@ -83,7 +83,8 @@ def _measure(model: nn.Module, data: Iterable[dict | Tensor]) -> dict[str, _Mome
         with evaluating(model):
             for batch in data:
                 if isinstance(batch, dict): model(**{name: value.to(device) for name, value in batch.items()})
-                else: model(batch.to(device))
+                elif isinstance(batch, Tensor): model(batch.to(device))
+                else: raise TypeError(f"expected batches that are dicts or tensors, got {type(batch).__name__}")
     finally:
         for hook in hooks: hook.remove()
     for name, m in moments.items():

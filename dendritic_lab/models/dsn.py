@@ -147,11 +147,14 @@ class DSNForSequenceClassification(PreTrainedModel):
     def forward(self,
         input_ids: Tensor,  # (batch, tokens)
         attention_mask: Tensor | None = None,  # (batch, tokens); None: all but the padding token
-        labels: Tensor | None = None,  # (batch,) class numbers
+        labels: Tensor | None = None,  # (batch,) class numbers, or what config.problem_type wants, as in transformers
         token_type_ids: Tensor | None = None,  # not used; BERT tokenizers give them
         output_hidden_states: bool | None = None,  # None: as the configuration says
     ) -> SequenceClassifierOutput:  # with logits (batch, num_labels), and loss where labels are given
         "Its hidden states are what it reads (batch, tokens, width), the pooled vector and the hidden layer."
+        shapes = [tuple(given.shape) for given in (input_ids, attention_mask) if given is not None]
+        if len(shapes[0]) != 2 or {*shapes} != {shapes[0]}:
+            raise ValueError(f"expected input_ids (batch, tokens) and a mask of the same shape, got {shapes}")
         mask = input_ids != self.config.pad_token_id if attention_mask is None else attention_mask.bool()
         if self.training and self.config.word_dropout:
             mask = mask & (torch.rand(mask.shape, device=mask.device) >= self.config.word_dropout)
@@ -159,7 +162,7 @@ class DSNForSequenceClassification(PreTrainedModel):
         pooled = self.pool(rows, mask)
         hidden = F.relu(self.hidden(self.dropout(pooled)))
         logits = self.classifier(self.dropout(hidden))
-        loss = None if labels is None else F.cross_entropy(logits, labels)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
         if output_hidden_states is None: output_hidden_states = self.config.output_hidden_states
         states = (rows, pooled, hidden) if output_hidden_states else None
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=states)
@@ -178,6 +181,8 @@ def from_encoder(cls,
     "A model with the pretrained word embeddings, no encoder layers and no pooler."
     path = checkpoint_path(name_or_path)
     full = tokenizer = AutoTokenizer.from_pretrained(path)
+    if full.pad_token_id is None:
+        raise ValueError(f"the tokenizer of {name_or_path} has no padding token, whose row of the table is nothing")
     encoder = AutoModel.from_pretrained(path)
     kept = torch.arange(len(encoder.get_input_embeddings().weight))
     if vocab_size is not None: tokenizer, kept = trim_tokenizer(full, vocab_size, texts)

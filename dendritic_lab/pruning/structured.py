@@ -35,7 +35,8 @@ _all_ = ["Site", "Unit", "check_units", "gate_hook", "list_units", "magnitude_un
 def shrink(model: PreTrainedModel, units: Iterable[Unit]) -> PreTrainedModel:
     """A smaller copy of `model` without these units, whose outputs are those of the masked model. Raises as
     `check_units`, and `TypeError` for a model class without a narrow one."""
-    small = _cut(model, check_units(model, units))
+    small, learns = _cut(model, check_units(model, units)), {n: p.requires_grad for n, p in model.named_parameters()}
+    for name, p in small.named_parameters(): p.requires_grad_(learns.get(name, True))
     if model.can_generate(): small.generation_config = copy.deepcopy(model.generation_config)
     return small.train(model.training)
 

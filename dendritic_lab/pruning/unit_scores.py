@@ -8,7 +8,7 @@ __all__ = ['gate_hook', 'taylor_unit_scores', 'magnitude_unit_scores', 'random_u
 
 # %% ../../nbs/pruning/04_unit_scores.ipynb #1c0f4a03
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,8 @@ def taylor_unit_scores(
     loss: Callable[[nn.Module, dict], Tensor] | None = None,  # (model, batch) -> scalar; None: `model(**batch).loss`
     kinds: Sequence[str] = (),  # none: all
 ) -> dict[Unit, float]:
-    "Importance of each unit to the loss. Raises `ValueError` for no batches or a loss that is not finite."
+    """Importance of each unit to the loss. Raises `ValueError` for no batches, without a loss or for one that is not
+    finite, `TypeError` for batches that are no dicts."""
     wanted, device = set(list_units(model, *kinds)), next(model.parameters()).device
     sites = [s for s in unit_sites(model) if s.units[0] in wanted]
     gates = [torch.ones(s.gates, device=device, requires_grad=True) for s in sites]
@@ -44,8 +45,11 @@ def taylor_unit_scores(
     try:
         with evaluating(model), torch.enable_grad():
             for count, batch in enumerate(batches, 1):
+                if not isinstance(batch, Mapping):
+                    raise TypeError(f"expected batches that are dicts of tensors, got {type(batch).__name__}")
                 batch = {k: v.to(device) for k, v in batch.items()}
                 value = model(**batch).loss if loss is None else loss(model, batch)
+                if value is None: raise ValueError(f"the model gave no loss for calibration batch {count}: add labels")
                 if not value.isfinite(): raise ValueError(f"the loss of calibration batch {count} is {value.item()}")
                 for total, gradient in zip(sums, torch.autograd.grad(value, gates)): total += gradient.abs()
     finally:
