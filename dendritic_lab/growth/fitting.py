@@ -113,7 +113,7 @@ def fit_growing(
     *,
     config: GrowthConfig = GrowthConfig(),
     workdir: str | Path | None = None,  # keeps the session's files; None: they go when training is over
-    checkpoint: str | Path | None = None,  # folder of the finished training: the same call reads it again
+    checkpoint: str | Path | None = None,  # folder of the finished training: the same call, data too, reads it again
     **settings,  # of `fit`, which needs `evaluate`
 ) -> Fit:  # whose history also has `dendrites`, `parameters` and `renewed`: whether a new optimizer follows
     """Train a model while PerforatedAI grows dendrites on it, and on without it where it ends early.

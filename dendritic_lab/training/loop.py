@@ -187,7 +187,7 @@ def fit(
     loss: Loss | None = None,  # (model, batch) -> scalar; None: `model(**batch).loss`
     evaluate: Evaluation | None = None,  # figures of a model in eval mode, on validation data
     before_epoch: Callable[[nn.Module, int], None] | None = None,  # gets the model and the number of epochs done
-    checkpoint: str | Path | None = None,  # folder to write after each epoch and to resume from
+    checkpoint: str | Path | None = None,  # folder to write after each epoch and resume from; for the same data
     trackers: Iterable[str] = (),  # accelerate's: "tensorboard", "wandb", "trackio", ...
     tracker_dir: str | Path = ".",  # where file-based trackers write
     description: str = "training",  # shown beside the progress bar
