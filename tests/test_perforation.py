@@ -28,6 +28,8 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+pytestmark = pytest.mark.filterwarnings("ignore:no call of attention")  # many tests are about such calls
+
 SIZES = dict(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)
 DECODER = dict(**SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=None)
 ENCODERS = {

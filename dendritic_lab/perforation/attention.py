@@ -7,6 +7,7 @@ __all__ = ['CROSS', 'UNSUPPORTED', 'LayerCount', 'innermost', 'Perforation', 'pe
 
 # %% ../../nbs/perforation/01_attention.ipynb #a53ab494
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -164,7 +165,13 @@ class Perforation(Handle):
         "Count anew."
         self.counts = [LayerCount() for _ in self.names]
 
-    def leave(self): self.place.release()
+    def leave(self):
+        "Undo the change. Warns where it had no effect, although something of the text could have been left out."
+        self.place.release()
+        dense = sum((count.dense for count in self.counts), Counter())
+        if not any(count.sparse for count in self.counts) and set(dense) - {"one query", "dense layer", "sparsity 0"}:
+            why = "; ".join(f"{reason}: {n}" for reason, n in dense.most_common())
+            warnings.warn(f"no call of attention was sparse ({why})", stacklevel=3)
 
     def __repr__(self) -> str:
         calls, sparse = (sum(getattr(count, name) for count in self.counts) for name in ("calls", "sparse"))
