@@ -50,12 +50,12 @@ def callable_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 def check_layers(model: nn.Module, names: Iterable[str]) -> None:
     "Raise `ValueError` for what is not a linear layer of `model`, or is one that no other module can stand for."
-    modules, called = dict(model.named_modules(remove_duplicate=False)), map(id, callable_layers(model).values())
-    uses, called = Counter(map(id, modules.values())), {*called}
+    modules, called = dict(model.named_modules(remove_duplicate=False)), [*callable_layers(model).values()]
+    uses = Counter(map(id, modules.values()))
     for name in names:
         if not isinstance(layer := modules.get(name), nn.Linear):
             raise ValueError(f"{name!r} is not a linear layer of this {type(model).__name__}")
-        if id(layer) not in called:
+        if not any(layer is other for other in called):
             raise ValueError(f"{name} is part of nn.MultiheadAttention, which reads its weight and never calls it")
         if {*layer._parameters} != {"weight", "bias"}:
             raise ValueError(f"the weight of layer {name} is made of other parameters: "

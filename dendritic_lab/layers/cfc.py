@@ -43,7 +43,8 @@ class CfCGate(nn.Module):
         span: Tensor | float,  # (...) time that passes, at least 0
     ) -> Tensor:  # (..., state_dim), between -1 and 1
         "The state after `span`."
-        if state is None and type(self.backbone) is not nn.Linear: state = x.new_zeros(*x.shape[:-1], self.state_dim)
+        if state is None and type(self.backbone) is not nn.Linear:  # its weight may say less than it does
+            state = x.new_zeros(*x.shape[:-1], self.state_dim)
         if state is None: z = F.linear(x, self.backbone.weight[:, :self.dim], self.backbone.bias)
         else: z = self.backbone(torch.cat([x, state], -1))
         heads = self.heads(1.7159 * torch.tanh(0.666 * z)).float()  # float32 for long spans
