@@ -114,21 +114,24 @@ def begun(
     decoders: Sequence[LlamaForCausalLM],  # stay as they are
     task: Task,
     below: float,  # nats a character
+    count: int,  # how many are wanted
     lr: float = 1e-3,
     steps: int = 60,  # between two looks at the validation loss
     looks: int = 200,  # at most
     folder: Path | None = None,  # to share with other processes
 ) -> list[LlamaForCausalLM]:
-    "Copies that have learned a task until their validation loss is low. Raises `ValueError` where it is not in time."
+    """Copies of the first decoders whose validation loss comes to be low, as they are then.
+
+    Raises `ValueError` where there are fewer than wanted."""
     def job(seed):
         def work():
             model, train = deepcopy(decoders[seed]), task.batches["train"]
             for look in range(looks):
                 about = dict(schedule="constant", warmup=0.0, seed=seed + 1000 * look, description=f"begin {seed}")
                 fit(model, in_steps(train, steps, 0), epochs=1, lr=lr, **about)
-                loss = token_losses(model, task.batches["validation"]).mean
-                if loss < below: return {"weights": dict(model.named_parameters())}
-            raise ValueError(f"after {looks} times {steps} steps the loss of decoder {seed} is {loss:.3f}, not {below}")
+                loss = torch.tensor(token_losses(model, task.batches["validation"]).mean)
+                if loss < below: return {"loss": loss, "weights": dict(model.named_parameters())}
+            return {"loss": loss}
         return kept(work)
 
     def of(seed, tensors):
@@ -137,4 +140,8 @@ def begun(
         return model
 
     found = share_jobs({f"begun-{below:g}-{seed}": job(seed) for seed in range(len(decoders))}, folder)
-    return [of(seed, tensors) for seed, tensors in enumerate(found.values())]
+    low = [of(seed, tensors) for seed, tensors in enumerate(found.values()) if "weights" in tensors]
+    if len(low) < count:
+        losses = ", ".join(f"{tensors['loss'].item():.3f}" for tensors in found.values())
+        raise ValueError(f"after {looks} times {steps} steps, losses of {losses}: expected {count} below {below}")
+    return low[:count]
