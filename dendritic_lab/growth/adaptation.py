@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 def adaptation_arms(
     model: PreTrainedModel,  # a plain decoder of Llama's kind
     dendrites: int,  # at most, on each layer
-    longer: int = 2,  # as many epochs for arms whose steps may cost less than those of growth
+    longer: int = 2,  # as many epochs for arms whose steps cost less than those of growth
     layers: Callable[[str], bool] = lambda name: name != "lm_head",  # that grow or get an adapter, by name
 ) -> dict[str, Arm]:
     """Full fine-tuning, as it is and with restarts; LoRA; dendrites that are low-rank, grown, from the start or have
@@ -55,9 +55,8 @@ def adaptation_arms(
             "low_rank": Arm(lambda m: put_low_rank(m, low, layers), of_low(low), False, low, times=longer),
             "grown": Arm(lambda m: m, largest - size, True, largest=put),
             "from_start": Arm(put, largest - size, True),
-            "fields": Arm(lambda m: put_fields(m, fields, 16, layers, torch.initial_seed()), of_fields(fields), True,
-                          times=longer),
-            "wider": Arm(lambda m: widen_mlps(m, width, seed=torch.initial_seed()), of_width, True, times=longer)}
+            "fields": Arm(lambda m: put_fields(m, fields, 16, layers, torch.initial_seed()), of_fields(fields), True),
+            "wider": Arm(lambda m: widen_mlps(m, width, seed=torch.initial_seed()), of_width, True)}
 
 
 def trainable(model: nn.Module) -> int:
