@@ -119,7 +119,7 @@ def begun(
     steps: int = 60,  # between two looks at the validation loss
     looks: int = 200,  # at most
     folder: Path | None = None,  # to share with other processes
-) -> list[LlamaForCausalLM]:
+) -> tuple[list[LlamaForCausalLM], list[bool]]:  # which of all came to be low, too
     """Copies of the first decoders whose validation loss comes to be low, as they are then.
 
     Raises `ValueError` where there are fewer than wanted."""
@@ -144,4 +144,4 @@ def begun(
     if len(low) < count:
         losses = ", ".join(f"{tensors['loss'].item():.3f}" for tensors in found.values())
         raise ValueError(f"after {looks} times {steps} steps, losses of {losses}: expected {count} below {below}")
-    return low[:count]
+    return low[:count], ["weights" in tensors for tensors in found.values()]
