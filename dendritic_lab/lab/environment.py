@@ -32,11 +32,11 @@ def _cpu_name() -> str:
 
 # %% ../../nbs/lab/05_environment.ipynb #f8851de3
 def describe_commit(root: Path) -> dict | None:
-    "Commit of a checkout, and whether anything differs from it; None where `root` is no checkout of git."
+    "Commit of a checkout, and whether anything but outputs/ differs from it; None where `root` is no checkout of git."
     def ask(*words):
         done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True)
         return done.stdout.strip()
-    try: return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+    try: return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "-s", "--", ".", ":!outputs"))}
     except (OSError, subprocess.CalledProcessError): return None
 
 # %% ../../nbs/lab/05_environment.ipynb #68c05e99
