@@ -44,9 +44,9 @@ def experiments_page(root: Path) -> str:
 
 # %% ../../nbs/lab/15_publish.ipynb #ce3fce29
 def stage_runs(root: Path, docs: Path):
-    "Write the reports of all runs of record, and the main figure of each experiment."
+    "Write the reports of all runs of record and of their sweeps, and the main figure of each experiment."
     for folder in ("reports", "figures"): (docs / folder).mkdir(exist_ok=True)
-    for run in reference_runs(root):
+    for run in [*reference_runs(root), *root.glob("outputs/reference/sweeps/*")]:
         write_html(run / "report.ipynb", docs / "reports" / f"{run.parent.name}-{run.name}.html")
     for r in results(root):
         if r.figure: shutil.copy(r.figure, docs / "figures" / f"{r.name}.png")
