@@ -37,7 +37,7 @@ class School:
 
     def slowly(self, arm: str, parts: Sequence[int]) -> dict:
         "How an arm is trained that growth is compared with, or that grows; `parts` are those of the grown one."
-        own = {"longer": {}, "grown": dict(fit=fit_growing, config=self.growth),
+        own = {"longer": {}, "leaky_longer": {}, "grown": dict(fit=fit_growing, config=self.growth),
                "restarts": dict(fit=fit_in_parts, parts=parts)}
         if arm not in own: return {}
         slow = dict(epochs=20 * self.epochs, draw=-(-len(self.texts) // 5), schedule="reduce_lr_on_plateau", warmup=0)

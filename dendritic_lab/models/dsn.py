@@ -9,7 +9,7 @@ __all__ = ['POOLINGS', 'DSNConfig', 'DSNForSequenceClassification', 'learn_round
 from ..data.sources import checkpoint_path
 from ..layers.dendritic_linear import DendriticLinear
 from ..layers.packed_embedding import PackedEmbedding, RoundedEmbedding
-from ..layers.text_pooling import AttentionPool, LocalDendrites, masked_max, masked_mean
+from ..layers.text_pooling import AttentionPool, LeakyDendrites, LocalDendrites, masked_max, masked_mean
 from .phrases import phrase_keys, phrase_rows
 from .vocabulary import TrimmedTokenizer, contextual_table, factorise, trim_tokenizer
 
@@ -38,6 +38,8 @@ class DSNConfig(PreTrainedConfig):
         embedding_rank: int | None = None,  # None: one table; else the table is a product of two factors of this rank
         phrases: int = 0,  # pairs and triples of pieces with a row of their own
         local_rank: int = 0,  # dendrites that see three neighbouring pieces; 0: none
+        leaky_dendrites: int = 0,  # that read the text forwards, and as many that read it backwards, in each layer
+        leaky_layers: int = 2,
         pooling: str = "mean",  # of POOLINGS: the mean of pieces, the mean beside their maximum, a weighted mean
         hidden_size: int = 64,
         num_dendrites: int = 1,  # of the hidden layer
@@ -49,9 +51,11 @@ class DSNConfig(PreTrainedConfig):
     ):
         self.vocab_size, self.embedding_size, self.embedding_rank = vocab_size, embedding_size, embedding_rank
         self.phrases, self.local_rank, self.pooling = phrases, local_rank, pooling
+        self.leaky_dendrites, self.leaky_layers = leaky_dendrites, leaky_layers
         self.hidden_size, self.num_dendrites, self.table_bits = hidden_size, num_dendrites, table_bits
         self.dropout, self.word_dropout = dropout, word_dropout
-        least = dict(vocab_size=1, embedding_size=1, phrases=0, local_rank=0, hidden_size=1, num_dendrites=0)
+        least = dict(vocab_size=1, embedding_size=1, phrases=0, local_rank=0, leaky_dendrites=0, leaky_layers=1,
+                     hidden_size=1, num_dendrites=0)
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"{name} must be at least {value}, got {getattr(self, name)}")
@@ -87,6 +91,8 @@ class DSNForSequenceClassification(PreTrainedModel):
         self.phrases = table(config.phrases + 1, 0) if config.phrases else None  # row 0: no phrase
         if config.phrases: self.register_buffer("phrase_keys", torch.zeros(config.phrases, dtype=torch.long))
         self.local = LocalDendrites(width, config.local_rank) if config.local_rank else None
+        layers = config.leaky_layers if config.leaky_dendrites else 0
+        self.leaky = nn.ModuleList(LeakyDendrites(width, config.leaky_dendrites) for _ in range(layers))
         self.attention = AttentionPool(width) if config.pooling == "attention" else None
         pooled = 2 * width if config.pooling == "mean_max" else width
         self.expand = nn.Linear(pooled, config.embedding_size, bias=False) if rank else nn.Identity()
@@ -98,7 +104,7 @@ class DSNForSequenceClassification(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module):
         "Phrases start near zero, so that at first the pieces speak alone; dendrites start silent."
-        if isinstance(module, (DendriticLinear, LocalDendrites)): module.reset_parameters()
+        if isinstance(module, (DendriticLinear, LocalDendrites, LeakyDendrites)): module.reset_parameters()
         elif isinstance(module, AttentionPool): nn.init.zeros_(module.query)
         elif isinstance(module, PackedEmbedding):
             for part in (module.codes, module.scale): nn.init.zeros_(part)
@@ -106,7 +112,12 @@ class DSNForSequenceClassification(PreTrainedModel):
             if self.config.phrases: nn.init.zeros_(self.phrase_keys)
         elif module is self.phrases and self.config.table_bits is None:
             nn.init.normal_(module.weight, std=0.01)[0].zero_()
-        elif not (self.local is not None and module in (self.local.down, self.local.up)): super()._init_weights(module)
+        elif not any(module in (of.down, of.up) for of in self.readers): super()._init_weights(module)
+
+    @property
+    def readers(self) -> list[nn.Module]:
+        "What reads more than one piece, in order."
+        return [*([] if self.local is None else [self.local]), *self.leaky]
 
     def get_input_embeddings(self) -> nn.Embedding: return self.embeddings
     def set_input_embeddings(self, value: nn.Embedding): self.embeddings = value
@@ -128,11 +139,12 @@ class DSNForSequenceClassification(PreTrainedModel):
         input_ids: Tensor,  # (batch, tokens)
         mask: Tensor,  # (batch, tokens)
     ) -> Tensor:  # (batch, tokens, width)
-        "Rows of the table: of each piece, of the phrases that end there, and what its neighbours add."
+        "Rows of the table: of each piece, of the phrases that end there, and what neighbours and voltages add."
         rows = self.embeddings(input_ids)
         if self.phrases is not None:
             rows = rows + self.phrases(phrase_rows(input_ids, mask, self.phrase_keys)).sum(2)
-        return rows if self.local is None else self.local(rows, mask)
+        for reader in self.readers: rows = reader(rows, mask)
+        return rows
 
     def pool(self,
         rows: Tensor,  # (batch, tokens, width)
