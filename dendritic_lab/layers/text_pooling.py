@@ -120,6 +120,6 @@ class LeakyDendrites(nn.Module):
         near = with_neighbours(F.rms_norm(x, x.shape[-1:]), mask)
         current, kept, shown = self.down(near).chunk(3, -1)
         kept = torch.sigmoid(kept).masked_fill(~mask.bool()[..., None], 1.0)
-        back = lambda v: torch.cat([v[..., :v.shape[-1] // 2], v[..., v.shape[-1] // 2:].flip(1)], -1)  # and again
-        voltage = back(leaky_sums(back(kept), back((1 - kept) * current)))
+        turned = lambda v: torch.cat([(halves := v.chunk(2, -1))[0], halves[1].flip(1)], -1)  # half read backwards
+        voltage = turned(leaky_sums(turned(kept), turned((1 - kept) * current)))
         return x + self.up(voltage * torch.sigmoid(shown))
