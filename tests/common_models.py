@@ -67,7 +67,8 @@ class Common(common.ModelTesterMixin):
 class DSNTester(Tester):
     expected_num_hidden_layers = 3
 
-    def get_config(self): return DSNConfig(self.vocab_size, self.hidden_size, phrases=16, local_rank=4)
+    def get_config(self):
+        return DSNConfig(self.vocab_size, self.hidden_size, phrases=16, local_rank=4, leaky_dendrites=4)
 
 
 class PerforatedBertTester(Tester):

@@ -22,7 +22,7 @@ def dsn(**parts): return DSNForSequenceClassification(DSNConfig(99, 32, 8, num_d
 
 
 def dsn_in_order():
-    model, inputs = dsn(phrases=16, local_rank=4, pooling="mean_max")
+    model, inputs = dsn(phrases=16, local_rank=4, leaky_dendrites=4, pooling="mean_max")
     pairs = torch.cat([torch.full((16, 1), -1), inputs["input_ids"][0, :17].unfold(0, 2, 1)], 1)
     model.set_phrases(pairs, torch.randn(16, 8))
     return model, inputs

@@ -8,7 +8,7 @@ __all__ = ['School']
 # %% ../../nbs/growth/13_pupils.ipynb #bf5a4902
 from .fitting import fit_growing, fit_in_parts, parts_of
 from .settings import GrowthConfig
-from ..models.one_size import one_size
+from ..models.one_size import LONG, one_size
 from ..training.jobs import fingerprint, tuned
 from ..training.state import Fit
 from ..training.teachers import Taught
@@ -36,12 +36,11 @@ class School:
     growth: GrowthConfig = GrowthConfig(2, n_epochs_to_switch=2, maximizing_score=False, layers=("hidden",))
 
     def slowly(self, arm: str, parts: Sequence[int]) -> dict:
-        "How an arm is trained that growth is compared with, or that grows; `parts` are those of the grown one."
-        own = {"longer": {}, "leaky_longer": {}, "grown": dict(fit=fit_growing, config=self.growth),
-               "restarts": dict(fit=fit_in_parts, parts=parts)}
-        if arm not in own: return {}
+        "How an arm of `LONG` is trained, others as usual; `parts` are those of the grown one."
+        own = {"grown": dict(fit=fit_growing, config=self.growth), "restarts": dict(fit=fit_in_parts, parts=parts)}
+        if arm not in LONG: return {}
         slow = dict(epochs=20 * self.epochs, draw=-(-len(self.texts) // 5), schedule="reduce_lr_on_plateau", warmup=0)
-        return slow | own[arm]
+        return slow | own.get(arm, {})
 
     def learn(self,
         arm: str,  # of `one_size`, or encoder

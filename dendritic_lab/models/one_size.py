@@ -28,14 +28,14 @@ PLAIN = {  # arms that are models of transformers as they are: they can be saved
 CHANGED = {"relu": ORDER, "fields": ORDER, "grown": ORDER | dict(num_dendrites=0), "eight_bits": ORDER,
            "four_bits": ORDER | dict(width=2 * WIDTH), "leaky_bits": LEAKY | dict(width=WIDTH)}
 ARMS = (*PLAIN, *CHANGED, *RIVALS)
-BEFORE = {  # what an arm is one step away from
+BEFORE = {  # what an arm is compared with, as a rule one step away
     "phrases": "pieces", "neighbours": "pieces", "order": "pieces", "narrow": "order", "few_phrases": "order",
-    "mean_max": "order", "attention": "order", "leaky": "order",
+    "mean_max": "order", "attention": "order", "leaky": "narrow",
     "dendrites_2": "dendrites_0", "dendrites_4": "dendrites_0", "spread": "order", "spread_4": "dendrites_4",
     "longer": "dendrites_0", "restarts": "longer", "grown": "restarts", "leaky_longer": "leaky",
     "relu": "order", "fields": "order", "eight_bits": "order", "four_bits": "order",
     "leaky_bits": "leaky"}
-LONG = "longer", "restarts", "grown", "leaky_longer"  # train four times as long, as growth takes its time
+LONG = "longer", "restarts", "grown", "leaky_longer"  # train four times as long
 
 
 def one_size(
