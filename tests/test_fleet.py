@@ -20,7 +20,7 @@ from dendritic_lab.fleet.engine import Resources
 from dendritic_lab.fleet.identity import digest, identity
 from dendritic_lab.fleet.local import Devices, LocalEngine
 from dendritic_lab.fleet.plan import Plan, PlannedRun, read_plan
-from dendritic_lab.fleet.study import best_trials, describe, open_study, suggest
+from dendritic_lab.fleet.study import best_trials, describe, enqueue_missing, import_optuna, open_study, suggest
 from dendritic_lab.fleet.sweep import read_sweep
 from dendritic_lab.fleet.watch import gpu_lines, last_progress, underway
 from dendritic_lab.lab.experiments import Experiment
@@ -179,11 +179,14 @@ def test_a_study_is_shared_and_says_what_was_best(tiny):
     (tiny / "rates.yaml").write_text(f"experiment: tiny\nmetric: tiny.score\nsampler: grid\nprofile: smoke\n{search}\n")
     sweep = read_sweep(tiny / "rates.yaml")
     study = open_study(sweep, tiny)
+    enqueue_missing(study, sweep.search)
+    study.tell(study.ask(), state=import_optuna().trial.TrialState.FAIL)  # its point comes again
+    enqueue_missing(study, sweep.search)
     for trial in (study.ask() for _ in range(4)):
         values = suggest(trial, sweep.search)
         study.tell(trial, values["epochs"] - values["rate"])
     about = describe(sweep, open_study(sweep, tiny))  # another process would read the same
-    assert len(about["trials"]) == 4 and about["importance"].keys() == {"epochs", "rate"}
+    assert len(about["trials"]) == 5 and about["importance"].keys() == {"epochs", "rate"}
     best = best_trials(about)[0]
     assert (best["epochs"], best["rate"], best["value"]) == (2, 0.0, 2.0)
 

@@ -68,7 +68,7 @@ def test_a_sweep_is_killed_goes_on_and_ends_what_is_hopeless(make_checkout, lab)
     done = lab(made, "sweep", "rates.yaml", timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "its process has ended" in done.stdout and "pruned after step 1" in done.stdout and "9 " in done.stdout
-    assert states(made) == {3.0: "COMPLETE", 2.0: "FAIL", 0.0: "PRUNED"}
+    assert states(made) == {3.0: "COMPLETE", 2.0: "PRUNED", 0.0: "PRUNED"}  # 2 came again
     report, = made.glob("outputs/sweeps/rates/reports/*/report.html")
     assert report.read_text().count("data:image/png") == 1 and "Too few complete trials" in report.read_text()
     assert not list(made.glob("outputs/tiny/*.running")) and not list(made.glob("outputs/sweeps/rates/*.lock"))

@@ -61,8 +61,6 @@ def open_study(sweep: Sweep, folder: Path):  # optuna.Study
     if study.user_attrs.get("about", about) != about:
         raise UsageError(f"sweep {sweep.id} was started with another experiment, metric or search; "
                          f"rename {sweep.file.name} for a new one")
-    if sweep.sampler == "grid" and not study.user_attrs:
-        for point in grid_of(sweep.search): study.enqueue_trial(point)
     study.set_user_attr("about", about)
     return study
 
@@ -85,6 +83,15 @@ def grid_of(search: Space) -> list[dict]:
     "Every combination of values."
     values = [range(s.low, s.high + 1) if isinstance(s, Bounds) else s for s in search.values()]
     return [dict(zip(search, point)) for point in itertools.product(*values)]
+
+
+def enqueue_missing(study, search: Space):
+    "Ask a study for every point of the grid of which no trial is done, under way or waiting: failed ones come again."
+    failed = import_optuna().trial.TrialState.FAIL
+    trials = [t for t in study.get_trials(deepcopy=False) if t.state != failed]
+    held = [t.system_attrs.get("fixed_params", t.params) for t in trials]
+    for point in grid_of(search):
+        if point not in held: study.enqueue_trial(point)
 
 
 def suggest(trial, search: Space) -> dict:
@@ -219,6 +226,8 @@ def open_search(sweep: Sweep, workers: int, out: Path, say: Callable[[str], None
     except OSError as e: raise UsageError(f"cannot write to {out}: {e.strerror}") from e
     study = open_study(sweep, folder)
     recover(study, folder, out, sweep.experiment.name, say)
+    if sweep.sampler == "grid":
+        with FileLock(folder / "lock"): enqueue_missing(study, sweep.search)
     with FileLock(folder / f"{process}.lock"), LocalEngine(workers, folder / f"{process}.log") as engine:
         if (why := engine.refusal(sweep.resources)): raise UsageError(f"{sweep.experiment.name}: {why}")
         yield Search(sweep, study, engine, out, process, say, tracker)
