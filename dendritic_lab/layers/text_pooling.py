@@ -56,8 +56,8 @@ def with_neighbours(
 ) -> Tensor:  # (batch, tokens, 3 * dim)
     "Each token between the one before and the one after it."
     alone = x * mask.bool()[..., None]
-    before, after = F.pad(alone, (0, 0, 1, 0))[:, :-1], F.pad(alone, (0, 0, 0, 1))[:, 1:]
-    return torch.cat([before, alone, after], -1)
+    ends = F.pad(alone, (0, 0, 1, 1))
+    return torch.cat([ends[:, :-2], alone, ends[:, 2:]], -1)
 
 
 class LocalDendrites(nn.Module):
@@ -86,11 +86,10 @@ def leaky_sums(
     added: Tensor,  # (batch, tokens, dim)
 ) -> Tensor:  # (batch, tokens, dim)
     "`v[t] = kept[t] * v[t - 1] + added[t]` for all tokens, from 0."
-    spans = 1  # tokens of a step, so far
-    while spans < kept.shape[1]:
-        earlier = lambda of: F.pad(of, (0, 0, spans, 0))[:, :-spans]
-        added = torch.addcmul(added, kept, earlier(added))
-        kept = kept * earlier(kept)
+    spans, kept = 1, kept[:, 1:]  # tokens of a step, so far; what such steps keep that have one before them
+    while spans < added.shape[1]:
+        added = torch.cat([added[:, :spans], torch.addcmul(added[:, spans:], kept, added[:, :-spans])], 1)
+        kept = kept[:, spans:] * kept[:, :-spans]
         spans *= 2
     return added
 
@@ -129,5 +128,6 @@ class LeakyDendrites(nn.Module):
         near = with_neighbours(F.rms_norm(x, x.shape[-1:]), mask)
         current, kept, shown = self.down(near).chunk(3, -1)
         kept = torch.sigmoid(kept).masked_fill(~mask.bool()[..., None], 1.0)
-        voltage = half_reversed(leaky_sums(half_reversed(kept), half_reversed((1 - kept) * current)))
+        steps = half_reversed(torch.cat([kept, (1 - kept) * current]))  # one beside the other: fewer calls
+        voltage = half_reversed(leaky_sums(*steps.chunk(2)))
         return x + self.up(voltage * torch.sigmoid(shown))
