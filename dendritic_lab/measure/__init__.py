@@ -6,8 +6,8 @@ _places = {
     "modes": ["evaluating"],
     "size": ["ParamCount", "count_flops", "count_operators", "count_params", "file_size", "state_bytes"],
     "speed": ["Comparison", "compare_forward", "compare_latencies", "compare_latency", "energy", "peak_memory"],
-    "statistics": ["MARKERS", "Interval", "geometric_interval", "interval", "label_lines", "median_interval", "number",
-                   "plot_intervals", "seed_interval", "verdict"]}
+    "statistics": ["MARKERS", "Interval", "geometric_interval", "interval", "joint_verdict", "label_lines",
+                   "median_interval", "number", "plot_intervals", "seed_interval", "verdict"]}
 _module_of = {name: module for module, names in _places.items() for name in names}
 __all__ = list(_module_of)
 

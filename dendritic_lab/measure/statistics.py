@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['MARKERS', 'number', 'Interval', 'interval', 'seed_interval', 'geometric_interval', 'median_interval', 'verdict',
-           'plot_intervals', 'label_lines']
+           'joint_verdict', 'plot_intervals', 'label_lines']
 
 # %% ../../nbs/measure/02_statistics.ipynb #f35c83a5
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -196,6 +196,16 @@ def verdict(
     floor, ceiling = -math.inf if at_least is None else at_least, math.inf if at_most is None else at_most
     if estimate.high < floor or estimate.low > ceiling: return "does not hold"
     return "holds" if floor <= estimate.low and estimate.high <= ceiling else "cannot be told"
+
+
+def joint_verdict(
+    verdicts: Iterable[str],
+) -> str:  # "does not hold" where one does not, "holds" where all do, else "cannot be told"
+    "Whether several things hold together. Raises `ValueError` for none of them, or another word."
+    said = set(verdicts)
+    for word in ("does not hold", "cannot be told", "holds"):
+        if word in said and said <= {"does not hold", "cannot be told", "holds"}: return word
+    raise ValueError(f"expected verdicts, got {sorted(said)}")
 
 # %% ../../nbs/measure/02_statistics.ipynb #7f2a6c48
 MARKERS = "osD^vP*X<>"
