@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median_low
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 # %% ../../nbs/growth/11_adaptation.ipynb #07f09d05
 def adaptation_arms(
     model: PreTrainedModel,  # a plain decoder of Llama's kind
-    dendrites: int,  # at most, on each layer
+    dendrites: int,  # on each layer: at most where they grow, exactly in arms that are as large
     longer: int = 2,  # as many epochs for arms whose steps cost less than those of growth
     layers: Callable[[str], bool] = lambda name: name != "lm_head",  # that grow or get an adapter, by name
 ) -> dict[str, Arm]:
@@ -54,9 +54,10 @@ def adaptation_arms(
             "lora": Arm(lambda m: lora(m, rank, layers), of_lora(rank), False, rank, times=longer),
             "low_rank": Arm(lambda m: put_low_rank(m, low, layers), of_low(low), False, low, times=longer),
             "grown": Arm(lambda m: m, largest - size, True, largest=put),
-            "from_start": Arm(put, largest - size, True),
-            "fields": Arm(lambda m: put_fields(m, fields, 16, layers, torch.initial_seed()), of_fields(fields), True),
-            "wider": Arm(lambda m: widen_mlps(m, width, seed=torch.initial_seed()), of_width, True)}
+            "from_start": Arm(put, largest - size, True, as_large=True),
+            "fields": Arm(lambda m: put_fields(m, fields, 16, layers, torch.initial_seed()), of_fields(fields), True,
+                          as_large=True),
+            "wider": Arm(lambda m: widen_mlps(m, width, seed=torch.initial_seed()), of_width, True, as_large=True)}
 
 
 def trainable(model: nn.Module) -> int:
@@ -126,15 +127,19 @@ def kept_by(
 
 # %% ../../nbs/growth/11_adaptation.ipynb #6aac6d08
 def adapt_all(
-    arms: Mapping[str, Arm],  # one that restarts needs one that grows
+    arms_of: Callable[[int], Mapping[str, Arm]],  # with so many dendrites; restarts and as large need one that grows
     bases: Sequence[nn.Module],  # one a seed
     train: DataLoader,
     evaluate: Callable[[nn.Module], dict[str, float]],
     plan: Adaptation,
     folder: Path | None = None,  # of checkpoints
-) -> tuple[dict[str, list[Adapted]], dict[str, dict[float, float]]]:  # arm -> one a seed; rate -> validation loss
-    "Every arm from every base, at the rate that was best for it."
-    found, tried, best = {}, {}, {}
+) -> tuple[dict[str, list[Adapted]], dict[str, dict[float, float]], dict[str, Arm]]:
+    """Every arm from every base, one a seed, at the rate that was best for it; losses by rate; the arms.
+
+    Arms that are as large as what grew have as many dendrites as that in its best epoch: the lower median of the seeds,
+    at least one."""
+    arms, sizes, found, tried, best = dict(arms_of(plan.growth.max_dendrites)), {}, {}, {}, {}
+    last_row = lambda one: kept_by(one.fit.history, lambda dendrites: 1, plan.epochs)
 
     def parts(name, seed):
         further = plan.epochs * (arms[name].times - 1)
@@ -149,7 +154,7 @@ def adapt_all(
                                   checkpoint=path, **about)
 
     def train_some(wanted):  # (arm, rate, seed)
-        names = {one: "-".join(map(str, one)) for one in wanted if one not in found}
+        names = {one: "-".join(map(str, [*one, *sizes.get(one[0], [])])) for one in wanted if one not in found}
         done = share_jobs({names[one]: job(*one) for one in names}, folder)
         found.update({one: done[name] for one, name in names.items()})
 
@@ -157,16 +162,22 @@ def adapt_all(
         rates, few = {name: list(plan.rates) for name in names}, range(min(plan.choosing, len(bases)))
         for further in (True, True, False):
             train_some([(name, lr, seed) for seed in few for name in names for lr in rates[name]])
-            loss = lambda one: kept_by(one.fit.history, lambda dendrites: 1, plan.epochs)["validation_loss"]
-            mean = lambda name, lr: geometric_mean(loss(found[name, lr, seed]) for seed in few)
+            mean = lambda name, lr: geometric_mean(last_row(found[name, lr, seed])["validation_loss"] for seed in few)
             tried.update({name: {lr: mean(name, lr) for lr in sorted(rates[name])} for name in names})
             more = {name: beyond(tried[name]) for name in names}
             if further: rates = {name: rates[name] + more[name] for name in names}
         best.update({name: min(tried[name], key=tried[name].get) for name in names})
         train_some([(name, best[name], seed) for seed in range(len(bases)) for name in names])
 
-    for restarts in (False, True): choose([name for name, arm in arms.items() if arm.restarts == restarts])
-    return {name: [found[name, best[name], seed] for seed in range(len(bases))] for name in arms}, tried
+    choose([name for name, arm in arms.items() if not arm.restarts and not arm.as_large])
+    choose([name for name, arm in arms.items() if arm.restarts])
+    if large := [name for name, arm in arms.items() if arm.as_large]:
+        grown = next(name for name, arm in arms.items() if arm.largest)
+        ended = median_low(last_row(found[grown, best[grown], seed])["dendrites"] for seed in range(len(bases)))
+        arms |= {name: arm for name, arm in arms_of(max(ended, 1)).items() if arm.as_large}
+        sizes.update(dict.fromkeys(large, [f"dendrites_{max(ended, 1)}"]))
+        choose(large)
+    return {name: [found[name, best[name], seed] for seed in range(len(bases))] for name in arms}, tried, arms
 
 
 # %% ../../nbs/growth/11_adaptation.ipynb #55e2db8a
@@ -184,7 +195,7 @@ def step_times(
         return partial(training_step, model, adamw(model), batch)
 
     plain, put = (lambda m: m), (lambda k, m: put_dendrites(m, dict.fromkeys(linear_layers(m, layers), k)))
-    builds = {name: arms[name].build for name in ("lora", "low_rank", "wider", "fields")}
+    builds = {name: arms[name].build for name in ("lora", "low_rank", "wider", "fields", "from_start")}
     builds |= {f"dendrites_{k}": partial(put, k) for k in range(1, dendrites + 1)}
     timed = {name: compare_latency(step(build), step(plain), rounds, min_seconds=0) for name, build in builds.items()}
     return timed, compare_latency(step(plain), step(plain), rounds, min_seconds=0)
@@ -194,9 +205,8 @@ def epoch_costs(
     times: Mapping[str, float],  # of a step, by the names of `step_times`
 ) -> dict[str, Callable[[int], float]]:  # arm -> what an epoch costs with so many dendrites on a layer
     "Costs of an epoch, in epochs of full fine-tuning."
-    last = f"dendrites_{sum(name.startswith('dendrites_') for name in times)}"
     constant = {name: time for name, time in times.items() if not name.startswith("dendrites_")}
-    constant |= {"full": 1.0, "restarts": 1.0, "from_start": times[last]}
+    constant |= {"full": 1.0, "restarts": 1.0}
     costs = {name: (lambda dendrites, time=time: time) for name, time in constant.items()}
     return costs | {"grown": lambda dendrites: times[f"dendrites_{dendrites}"] if dendrites else 1.0}
 
