@@ -33,6 +33,7 @@ class School:
     encoder: Callable[[int], nn.Module]  # of a seed: the strongest baseline, before training
     for_encoder: dict = field(default_factory=dict)  # of `fit_texts`, where the encoder's training differs
     epochs: int = 1  # passes over the texts
+    word_dropout: float = 0.0  # pieces that models other than the encoder do not see in training, as a share
     growth: GrowthConfig = GrowthConfig(2, n_epochs_to_switch=2, maximizing_score=False, layers=("hidden",))
 
     def slowly(self, arm: str, parts: Sequence[int]) -> dict:
@@ -41,6 +42,10 @@ class School:
         if arm not in LONG: return {}
         slow = dict(epochs=20 * self.epochs, draw=-(-len(self.texts) // 5), schedule="reduce_lr_on_plateau", warmup=0)
         return slow | own.get(arm, {})
+
+    def pupil(self, arm: str) -> nn.Module:
+        "A model before training."
+        return one_size(arm, self.taught.lexicon, self.parameters, self.classes, self.word_dropout)
 
     def learn(self,
         arm: str,  # of `one_size`, or encoder
@@ -55,7 +60,7 @@ class School:
         texts, said = self.texts, self.taught.logits
         if few is not None: texts, said = [texts[i] for i in few], said[few]
         if arm == "encoder": model, own = self.encoder(seed), dict(lr=lr / 20, size=32) | self.for_encoder
-        else: model, own = one_size(arm, self.taught.lexicon, self.parameters, self.classes), dict(lr=lr, size=64)
+        else: model, own = self.pupil(arm), dict(lr=lr, size=64)
         own |= self.slowly(arm, parts) if few is None else {}
         about = dict(epochs=self.epochs, seed=seed, checkpoint=place, description=f"{arm}, rate {lr:g}, seed {seed}")
         done = fit_texts(model, texts, said, (*self.validation, self.taught.validation), **about | own)
@@ -75,7 +80,10 @@ class School:
         parts = lambda arm, seed: parts_of(runs["grown"][seed][2].history) if arm == "restarts" else ()
         job = lambda arm, lr, seed: lambda place: self.learn(arm, lr, seed, place, parts=parts(arm, seed))
         trial = lambda arm, lr, seed: lambda place: self.learn(arm, lr, seed, place, few)
-        for some in ([arm for arm in arms if arm != "restarts"], [arm for arm in arms if arm == "restarts"]):
-            found = tuned(job, some, rates, seeds, folder, trial, deciding=min(2, seeds))
+        apart = {"encoder": 0, "restarts": 2}  # one needs no pupil's folder, one waits for another
+        for turn in range(3):
+            some = [arm for arm in arms if apart.get(arm, 1) == turn]
+            place = folder and (folder / f"word-dropout-{self.word_dropout:g}" if turn else folder)
+            found = tuned(job, some, rates, seeds, place, trial, deciding=min(2, seeds))
             for kept, new in zip((runs, best, tried), found): kept.update(new)
         return runs, best, tried
