@@ -33,7 +33,7 @@ class School:
     encoder: Callable[[int], nn.Module]  # of a seed: the strongest baseline, before training
     for_encoder: dict = field(default_factory=dict)  # of `fit_texts`, where the encoder's training differs
     epochs: int = 1  # passes over the texts
-    word_dropout: float = 0.0  # pieces that models other than the encoder do not see in training, as a share
+    dropout: float = 0.0  # share of pieces that pupils do not see in training, and of what the encoder's layers say
     growth: GrowthConfig = GrowthConfig(2, n_epochs_to_switch=2, maximizing_score=False, layers=("hidden",))
 
     def slowly(self, arm: str, parts: Sequence[int]) -> dict:
@@ -45,7 +45,7 @@ class School:
 
     def pupil(self, arm: str) -> nn.Module:
         "A model before training."
-        return one_size(arm, self.taught.lexicon, self.parameters, self.classes, self.word_dropout)
+        return one_size(arm, self.taught.lexicon, self.parameters, self.classes, self.dropout)
 
     def learn(self,
         arm: str,  # of `one_size`, or encoder
@@ -59,7 +59,10 @@ class School:
         torch.manual_seed(seed)
         texts, said = self.texts, self.taught.logits
         if few is not None: texts, said = [texts[i] for i in few], said[few]
-        if arm == "encoder": model, own = self.encoder(seed), dict(lr=lr / 20, size=32) | self.for_encoder
+        if arm == "encoder":
+            model, own = self.encoder(seed), dict(lr=lr / 20, size=32) | self.for_encoder
+            for layer in model.modules():
+                if isinstance(layer, nn.Dropout): layer.p = self.dropout
         else: model, own = self.pupil(arm), dict(lr=lr, size=64)
         own |= self.slowly(arm, parts) if few is None else {}
         about = dict(epochs=self.epochs, seed=seed, checkpoint=place, description=f"{arm}, rate {lr:g}, seed {seed}")
@@ -75,15 +78,13 @@ class School:
         "Train every arm, at the rate that was best for the first two seeds and a fifth of the texts."
         if "restarts" in arms and "grown" not in arms: raise ValueError("restarts need the arm grown, whose they are")
         few = torch.randperm(len(self.texts), generator=torch.manual_seed(0))[:max(1, len(self.texts) // 5)].tolist()
-        if folder: folder = folder / fingerprint(self.taught.teachers, map(str, (*self.texts, self.epochs)))
+        known = fingerprint(self.taught.teachers, map(str, (*self.texts, self.epochs)))
+        folder = folder and folder / known / f"dropout-{self.dropout:g}"
         runs, best, tried = {}, {}, {}
         parts = lambda arm, seed: parts_of(runs["grown"][seed][2].history) if arm == "restarts" else ()
         job = lambda arm, lr, seed: lambda place: self.learn(arm, lr, seed, place, parts=parts(arm, seed))
         trial = lambda arm, lr, seed: lambda place: self.learn(arm, lr, seed, place, few)
-        apart = {"encoder": 0, "restarts": 2}  # one needs no pupil's folder, one waits for another
-        for turn in range(3):
-            some = [arm for arm in arms if apart.get(arm, 1) == turn]
-            place = folder and (folder / f"word-dropout-{self.word_dropout:g}" if turn else folder)
-            found = tuned(job, some, rates, seeds, place, trial, deciding=min(2, seeds))
+        for some in ([arm for arm in arms if arm != "restarts"], [arm for arm in arms if arm == "restarts"]):
+            found = tuned(job, some, rates, seeds, folder, trial, deciding=min(2, seeds))
             for kept, new in zip((runs, best, tried), found): kept.update(new)
         return runs, best, tried
