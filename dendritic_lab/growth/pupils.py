@@ -43,10 +43,6 @@ class School:
         slow = dict(epochs=20 * self.epochs, draw=-(-len(self.texts) // 5), schedule="reduce_lr_on_plateau", warmup=0)
         return slow | own.get(arm, {})
 
-    def pupil(self, arm: str) -> nn.Module:
-        "A model before training."
-        return one_size(arm, self.taught.lexicon, self.parameters, self.classes, self.dropout)
-
     def learn(self,
         arm: str,  # of `one_size`, or encoder
         lr: float,  # the encoder takes a twentieth
@@ -63,7 +59,9 @@ class School:
             model, own = self.encoder(seed), dict(lr=lr / 20, size=32) | self.for_encoder
             for layer in model.modules():
                 if isinstance(layer, nn.Dropout): layer.p = self.dropout
-        else: model, own = self.pupil(arm), dict(lr=lr, size=64)
+        else:
+            model = one_size(arm, self.taught.lexicon, self.parameters, self.classes, self.dropout)
+            own = dict(lr=lr, size=64)
         own |= self.slowly(arm, parts) if few is None else {}
         about = dict(epochs=self.epochs, seed=seed, checkpoint=place, description=f"{arm}, rate {lr:g}, seed {seed}")
         done = fit_texts(model, texts, said, (*self.validation, self.taught.validation), **about | own)
