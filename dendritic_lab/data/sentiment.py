@@ -6,7 +6,7 @@
 __all__ = ['Labelled', 'sentiment', 'labelled']
 
 # %% ../../nbs/data/11_sentiment.ipynb #8fc9e416
-from .benchmarks import BENCHMARKS, digest, load, sample
+from .benchmarks import BENCHMARKS, digest, load
 from .tables import hold_out_sentences
 
 from dataclasses import dataclass
@@ -30,6 +30,18 @@ class Labelled:
     def digest(self) -> str: return digest([{"sentence": x, "label": y} for x, y in zip(self.texts, self.labels)])
 
 # %% ../../nbs/data/11_sentiment.ipynb #dece46f5
+def _some(splits, record, train_rows, test_rows):
+    "Random rows of each split, the same ones each time, and their record."
+    splits = dict(splits)
+    for split, most in {"train": train_rows, "validation": test_rows, "test": test_rows}.items():
+        order = np.random.default_rng(0).permutation(len(splits[split]))
+        splits[split] = splits[split].take(order[:most or None])
+    data = f"part of {record['data']}" if train_rows or test_rows else record["data"]
+    rows, digests = ({s: of(part) for s, part in splits.items()} for of in (len, lambda part: part.digest))
+    return splits, {**record, "data": data, "rows": rows, "sha256": digests,
+                    "loaded_rows": record["rows"], "loaded_sha256": record["sha256"]}
+
+
 def sentiment(
     source: str = "auto",  # of `load`
     train_rows: int = 0,  # training texts at most; 0: all
@@ -45,13 +57,7 @@ def sentiment(
         learn, held = hold_out_sentences(phrases.texts, (count := len(splits["test"])) + further)
         parts = {"train": learn, "validation": held[:count]} | ({"further": held[count:]} if further else {})
         splits |= {split: phrases.take(chosen) for split, chosen in parts.items()}
-    for split, most in {"train": train_rows, "validation": test_rows, "test": test_rows}.items():
-        order = np.random.default_rng(0).permutation(len(splits[split]))
-        splits[split] = splits[split].take(order[:most or None])
-    data = f"part of {loaded.record['data']}" if train_rows or test_rows else loaded.record["data"]
-    rows, digests = ({s: of(part) for s, part in splits.items()} for of in (len, lambda part: part.digest))
-    return splits, {**loaded.record, "data": data, "rows": rows, "sha256": digests,
-                    "loaded_rows": loaded.record["rows"], "loaded_sha256": loaded.record["sha256"]}
+    return _some(splits, loaded.record, train_rows, test_rows)
 
 # %% ../../nbs/data/11_sentiment.ipynb #3ed132db
 def labelled(
@@ -61,11 +67,13 @@ def labelled(
     test_rows: int = 0,  # test and validation texts at most; 0: all
     further: int = 0,  # as in `sentiment`
 ) -> tuple[dict[str, Labelled], dict, list[str]]:  # its splits; a record for a run; names of the classes
-    "Texts with classes. Raises `ValueError` for a task of another kind."
+    "Texts with classes; none is in training that also occurs elsewhere. Raises `ValueError` for other kinds of task."
     if task == "sst2": return *sentiment(source, train_rows, test_rows, further), ["negative", "positive"]
     benchmark = BENCHMARKS.get(task)
     if benchmark is None or benchmark.columns != ("sentence", "label") or benchmark.labels is None:
         raise ValueError(f"{task!r} is no task of single texts with classes")
-    rows = sample(load(task, source=source), {"train": train_rows, "validation": test_rows, "test": test_rows})
-    splits = {split: Labelled(list(part["sentence"]), list(part["label"])) for split, part in rows.items()}
-    return splits, rows.record, list(benchmark.labels)
+    loaded = load(task, source=source)
+    splits = {split: Labelled(list(part["sentence"]), list(part["label"])) for split, part in loaded.items()}
+    known = {text.strip() for split in ("validation", "test") for text in splits[split].texts}
+    splits["train"] = splits["train"].take([i for i, x in enumerate(splits["train"].texts) if x.strip() not in known])
+    return *_some(splits, loaded.record, train_rows, test_rows), list(benchmark.labels)
