@@ -17,9 +17,10 @@ from ..layers.low_rank import low_rank_count, put_low_rank
 from ..layers.receptive_fields import fields_count, put_fields
 from ..measure import Comparison, compare_latency
 from ..training import Fit
-from ..training.jobs import beyond, share_jobs
+from ..training.jobs import tuned
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -138,47 +139,36 @@ def adapt_all(
 
     Arms that are as large as what grew have as many dendrites as that in its best epoch: the lower median of the seeds,
     at least one."""
-    arms, sizes, found, tried, best = dict(arms_of(plan.growth.max_dendrites)), {}, {}, {}, {}
+    arms, found, tried = dict(arms_of(plan.growth.max_dendrites)), {}, {}
     last_row = lambda one: kept_by(one.fit.history, lambda dendrites: 1, plan.epochs)
+    grown = next((name for name, arm in arms.items() if arm.largest), None)
 
     def parts(name, seed):
         further = plan.epochs * (arms[name].times - 1)
         if not arms[name].restarts: return [plan.epochs + further]
-        grown = next(name for name, arm in arms.items() if arm.largest)
-        *others, last = parts_of(found[grown, best[grown], seed].fit.history)
+        *others, last = parts_of(found[grown][seed].fit.history)
         return [*others, last + further]
 
-    def job(name, lr, seed):
-        about = dict(lr=lr, seed=seed, description=f"{name}, rate {lr:g}, seed {seed}")
-        return lambda path: adapt(arms[name], bases[seed], train, evaluate, plan, parts=parts(name, seed),
-                                  checkpoint=path, **about)
+    def job(arm, lr, seed):  # arm: its name, and what it is as large as
+        def work(path):
+            name, about = arm[0], dict(checkpoint=path, description=f"{arm[0]}, rate {lr:g}, seed {seed}")
+            one = adapt(arms[name], bases[seed], train, evaluate, plan, lr, parts(name, seed), seed, **about)
+            return one, -math.log(last_row(one)["validation_loss"])
+        return work
 
-    def train_some(wanted):  # (arm, rate, seed)
-        names = {one: "-".join(map(str, [*one, *sizes.get(one[0], [])])) for one in wanted if one not in found}
-        done = share_jobs({names[one]: job(*one) for one in names}, folder)
-        found.update({one: done[name] for one, name in names.items()})
-
-    def choose(names):
-        rates, few = {name: list(plan.rates) for name in names}, range(min(plan.choosing, len(bases)))
-        for further in (True, True, False):
-            train_some([(name, lr, seed) for seed in few for name in names for lr in rates[name]])
-            mean = lambda name, lr: geometric_mean(last_row(found[name, lr, seed])["validation_loss"] for seed in few)
-            tried.update({name: {lr: mean(name, lr) for lr in sorted(rates[name])} for name in names})
-            more = {name: beyond(tried[name]) for name in names}
-            if further: rates = {name: rates[name] + more[name] for name in names}
-        best.update({name: min(tried[name], key=tried[name].get) for name in names})
-        train_some([(name, best[name], seed) for seed in range(len(bases)) for name in names])
+    def choose(names, *size):
+        names, few = [(name, *size) for name in names], min(plan.choosing, len(bases))
+        done, _, scores = tuned(job, names, plan.rates, len(bases), folder, deciding=few)
+        found.update({name: [one for one, _ in of] for (name, *_), of in done.items()})
+        tried.update({name: {lr: math.exp(-score) for lr, score in of.items()} for (name, *_), of in scores.items()})
 
     choose([name for name, arm in arms.items() if not arm.restarts and not arm.as_large])
     choose([name for name, arm in arms.items() if arm.restarts])
     if large := [name for name, arm in arms.items() if arm.as_large]:
-        grown = next(name for name, arm in arms.items() if arm.largest)
-        ended = median_low(last_row(found[grown, best[grown], seed])["dendrites"] for seed in range(len(bases)))
-        arms |= {name: arm for name, arm in arms_of(max(ended, 1)).items() if arm.as_large}
-        sizes.update(dict.fromkeys(large, [f"dendrites_{max(ended, 1)}"]))
-        choose(large)
-    return {name: [found[name, best[name], seed] for seed in range(len(bases))] for name in arms}, tried, arms
-
+        dendrites = max(1, median_low(last_row(one)["dendrites"] for one in found[grown]))
+        arms |= {name: arm for name, arm in arms_of(dendrites).items() if arm.as_large}
+        choose(large, f"dendrites_{dendrites}")
+    return {name: found[name] for name in arms}, tried, arms
 
 # %% ../../nbs/growth/11_adaptation.ipynb #55e2db8a
 def step_times(
