@@ -26,6 +26,11 @@ class Labelled:
         "The rows of these numbers."
         return Labelled([self.texts[i] for i in rows], [self.labels[i] for i in rows])
 
+    def without(self, texts) -> "Labelled":
+        "The rows whose text is none of these, whatever spaces are around it."
+        known = {text.strip() for text in texts}
+        return self.take([i for i, text in enumerate(self.texts) if text.strip() not in known])
+
     @property
     def digest(self) -> str: return digest([{"sentence": x, "label": y} for x, y in zip(self.texts, self.labels)])
 
@@ -74,6 +79,5 @@ def labelled(
         raise ValueError(f"{task!r} is no task of single texts with classes")
     loaded = load(task, source=source)
     splits = {split: Labelled(list(part["sentence"]), list(part["label"])) for split, part in loaded.items()}
-    known = {text.strip() for split in ("validation", "test") for text in splits[split].texts}
-    splits["train"] = splits["train"].take([i for i, x in enumerate(splits["train"].texts) if x.strip() not in known])
+    splits["train"] = splits["train"].without(splits["validation"].texts + splits["test"].texts)
     return *_some(splits, loaded.record, train_rows, test_rows), list(benchmark.labels)
