@@ -188,19 +188,20 @@ def code_cell(cell: dict, prose: str) -> list[dict]:
     return [{**cell, "source": "\n".join([*options, source])}]
 
 
-def page_links(markdown: str) -> str:
-    "Links to notebooks as links to their pages, whose addresses have no prefix."
-    return re.sub(r"(\]\((?:[\w./-]*/)?)\d+_(\w+\.ipynb)", r"\1\2", markdown)
+def page_links(markdown: str, tutorial: bool = False) -> str:
+    "Links to notebooks as links to their pages: without prefix, from a tutorial to the folder of the library."
+    links = re.sub(r"(\]\((?:[\w./-]*/)?)\d+_(\w+\.ipynb)", r"\1\2", markdown)
+    return re.sub(r"\]\(\.\./(?!library/)(?=[\w/]+\.ipynb)", "](../library/", links) if tutorial else links
 
 
-def page_cells(cells: list[dict]) -> list[dict]:
+def page_cells(cells: list[dict], tutorial: bool = False) -> list[dict]:
     "The cells of a page from those of a library notebook or a tutorial."
     staged, prose = [], ""
     for cell in deepcopy(cells):
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             prose = plain(source) or prose
-            staged.append({**cell, "source": page_links(render_math(source))})
+            staged.append({**cell, "source": page_links(render_math(source), tutorial)})
         else: staged += code_cell(cell, prose)
     return staged
 
@@ -292,7 +293,7 @@ def write_page(source: Path, target: Path, footer: str = "", note: str = ""):  #
     above = [text(name, "markdown", said) for name, said in (("note", note), ("lead", rest)) if said]
     cells = [*above, *notebook["cells"][1:]]
     cells += [text("footer", "markdown", footer)] if footer else []
-    notebook["cells"] = [front, *page_cells(cells)]
+    notebook["cells"] = [front, *page_cells(cells, tutorial=target.parent.name == "tutorials")]
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(notebook), encoding="utf-8")
 
