@@ -67,7 +67,7 @@ class Arm:
     all_weights: bool  # the plain model's weights learn too
     rank: int | None = None
     largest: Callable[[nn.Module], nn.Module] | None = None  # the model at its largest, where it grows
-    times: int = 1  # as many epochs as the others
+    times: float = 1  # as many epochs as the others
     restarts: bool = False  # gets a new optimizer where the grown arm does
     as_large: bool = False  # has as many parameters as the grown arm ends with
 
