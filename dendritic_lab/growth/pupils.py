@@ -6,7 +6,7 @@
 __all__ = ['School']
 
 # %% ../../nbs/growth/13_pupils.ipynb #bf5a4902
-from .fitting import fit_growing, fit_in_parts, parts_of
+from .fitting import SCALES, fit_growing, fit_in_parts, parts_of
 from .settings import GrowthConfig
 from ..models.one_size import LONG, one_size
 from ..training.jobs import fingerprint, tuned
@@ -34,14 +34,15 @@ class School:
     for_encoder: dict = field(default_factory=dict)  # of `fit_texts`, where the encoder's training differs
     epochs: int = 1  # passes over the texts
     dropout: float = 0.0  # share of pieces that pupils do not see in training, and of what the encoder's layers say
+    scale_rate: float = 100.0  # rate of the scales by which grown dendrites reach their neurons, over the rest's
     growth: GrowthConfig = GrowthConfig(2, n_epochs_to_switch=2, maximizing_score=False, layers=("hidden",))
 
-    def slowly(self, arm: str, parts: Sequence[int]) -> dict:
+    def slowly(self, arm: str, lr: float, parts: Sequence[int]) -> dict:
         "How an arm of `LONG` is trained, others as usual; `parts` are those of the grown one."
         own = {"grown": dict(fit=fit_growing, config=self.growth), "restarts": dict(fit=fit_in_parts, parts=parts)}
         if arm not in LONG: return {}
         slow = dict(epochs=20 * self.epochs, draw=-(-len(self.texts) // 5), schedule="reduce_lr_on_plateau", warmup=0)
-        return slow | own.get(arm, {})
+        return slow | dict(learning_rates=dict.fromkeys(SCALES, self.scale_rate * lr)) | own.get(arm, {})
 
     def learn(self,
         arm: str,  # of `one_size`, or encoder
@@ -62,7 +63,7 @@ class School:
         else:
             model = one_size(arm, self.taught.lexicon, self.parameters, self.classes, self.dropout)
             own = dict(lr=lr, size=64)
-        own |= self.slowly(arm, parts) if few is None else {}
+        own |= self.slowly(arm, lr, parts) if few is None else {}
         about = dict(epochs=self.epochs, seed=seed, checkpoint=place, description=f"{arm}, rate {lr:g}, seed {seed}")
         done = fit_texts(model, texts, said, (*self.validation, self.taught.validation), **about | own)
         return model, -done.best_score, done
@@ -85,4 +86,6 @@ class School:
         for some in ([arm for arm in arms if arm != "restarts"], [arm for arm in arms if arm == "restarts"]):
             found = tuned(job, some, rates, seeds, folder, trial, deciding=min(2, seeds))
             for kept, new in zip((runs, best, tried), found): kept.update(new)
-        return runs, best, tried
+        lower = lambda arm, of: {lr / 20: score for lr, score in of.items()} if arm == "encoder" else of
+        best |= {arm: lr / 20 for arm, lr in best.items() if arm == "encoder"}
+        return runs, best, {arm: lower(arm, tried.get(arm, {})) for arm in best}

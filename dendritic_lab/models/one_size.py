@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 # %% ../../nbs/models/24_one_size.ipynb #bbb20179
 WIDTH, HIDDEN = 48, 64
-BITS = {"eight_bits": 8, "four_bits": 4, "leaky_bits": 8}
+BITS = {"eight_bits": 8, "four_bits": 4, "leaky_bits": 8, "leaky_attention_bits": 8}
 ORDER, LEAKY = dict(phrase_share=0.25, local_rank=16), dict(leaky_dendrites=48, width=24)
 PLAIN = {  # arms that are models of transformers as they are: they can be saved
     "pieces": {}, "phrases": dict(phrase_share=0.25), "neighbours": dict(local_rank=16), "order": ORDER,
@@ -27,15 +27,16 @@ PLAIN = {  # arms that are models of transformers as they are: they can be saved
     "dendrites_4": ORDER | dict(num_dendrites=4), "spread": ORDER, "spread_4": ORDER | dict(num_dendrites=4),
     "longer": ORDER | dict(num_dendrites=0), "restarts": ORDER | dict(num_dendrites=0), "leaky_longer": LEAKY}
 CHANGED = {"relu": ORDER, "fields": ORDER, "grown": ORDER | dict(num_dendrites=0), "eight_bits": ORDER,
-           "four_bits": ORDER | dict(width=2 * WIDTH), "leaky_bits": LEAKY | dict(width=WIDTH)}
+           "four_bits": ORDER | dict(width=2 * WIDTH), "leaky_bits": LEAKY | dict(width=WIDTH),
+           "leaky_attention_bits": LEAKY | dict(pooling="attention", width=WIDTH)}
 ARMS = (*PLAIN, *CHANGED, *RIVALS)
 BEFORE = {  # what an arm is compared with, as a rule one step away
-    "phrases": "pieces", "neighbours": "pieces", "order": "pieces", "narrow": "order", "few_phrases": "order",
-    "mean_max": "order", "attention": "order", "leaky": "narrow", "leaky_attention": "leaky",
+    "pieces": "majority", "phrases": "pieces", "neighbours": "pieces", "order": "pieces", "narrow": "order",
+    "few_phrases": "order", "mean_max": "order", "attention": "order", "leaky": "narrow", "leaky_attention": "leaky",
     "dendrites_2": "dendrites_0", "dendrites_4": "dendrites_0", "spread": "order", "spread_4": "dendrites_4",
     "longer": "dendrites_0", "restarts": "longer", "grown": "restarts", "leaky_longer": "leaky",
     "relu": "order", "fields": "order", "eight_bits": "order", "four_bits": "order",
-    "leaky_bits": "leaky"}
+    "leaky_bits": "leaky", "leaky_attention_bits": "leaky_attention"}
 LONG = "longer", "restarts", "grown", "leaky_longer"  # train four times as long
 
 

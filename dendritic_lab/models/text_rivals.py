@@ -60,9 +60,13 @@ class TextCNN(nn.Module):
 # %% ../../nbs/models/23_text_rivals.ipynb #ef5348dc
 class BiLSTM(nn.Module):
     "Two bidirectional layers and the maximum over states: `(batch, tokens, width)` to `(batch, size)`."
-    def __init__(self, width: int, hidden: int):  # of each direction
+    def __init__(self,
+        width: int,
+        hidden: int,  # states of each direction
+        dropout: float = 0.0,  # between the layers
+    ):
         super().__init__()
-        self.lstm = nn.LSTM(width, hidden, num_layers=2, batch_first=True, bidirectional=True, dropout=0.2)
+        self.lstm = nn.LSTM(width, hidden, num_layers=2, batch_first=True, bidirectional=True, dropout=dropout)
         self.size = 2 * hidden
 
     def forward(self, rows: Tensor, input_ids: Tensor, mask: Tensor) -> Tensor:
@@ -102,7 +106,7 @@ class TextRival(nn.Module):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-RIVALS = ("fasttext", "cnn", "bilstm")
+RIVALS = ("fasttext", "cnn", "bilstm", "bilstm_narrow")
 
 
 def text_rival(
@@ -115,13 +119,15 @@ def text_rival(
     word_dropout: float = 0.0,
 ) -> TextRival:
     """A rival that fills a budget: fastText with a quarter of its rows for pairs, a CNN of `width` filters of each
-    length, or a BiLSTM of two layers as wide as a row. Raises `ValueError` for another kind, or where no row fits."""
+    length, or a BiLSTM of two layers of `width` states, with rows as wide or half as wide, which are twice as many.
+    Raises `ValueError` for another kind, or where no row fits."""
     if kind not in RIVALS: raise ValueError(f"kind must be one of {', '.join(RIVALS)}, got {kind!r}")
+    states, width = width, width // 2 if kind == "bilstm_narrow" else width
     if kind == "fasttext":
         pieces, pairs = budget.rows((width + 1) * num_labels, width, len(lexicon.pieces), 0.25)
         reader = FastText(width, pairs)
     else:
-        reader = TextCNN(width, width) if kind == "cnn" else BiLSTM(width, width)
+        reader = TextCNN(width, width) if kind == "cnn" else BiLSTM(width, states, word_dropout)
         others = count_params(reader).total + (reader.size + 1) * num_labels
         pieces, _ = budget.rows(others, width, len(lexicon.pieces))
     tokenizer, rows, *_ = first_rows(lexicon, pieces, width)
