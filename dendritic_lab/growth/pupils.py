@@ -39,10 +39,12 @@ class School:
 
     def slowly(self, arm: str, lr: float, parts: Sequence[int]) -> dict:
         "How an arm of `LONG` is trained, others as usual; `parts` are those of the grown one."
-        own = {"grown": dict(fit=fit_growing, config=self.growth), "restarts": dict(fit=fit_in_parts, parts=parts)}
+        fast = dict.fromkeys(SCALES, self.scale_rate * lr)
+        own = {"grown": dict(fit=fit_growing, config=self.growth, learning_rates=fast),
+               "restarts": dict(fit=fit_in_parts, parts=parts)}
         if arm not in LONG: return {}
         slow = dict(epochs=20 * self.epochs, draw=-(-len(self.texts) // 5), schedule="reduce_lr_on_plateau", warmup=0)
-        return slow | dict(learning_rates=dict.fromkeys(SCALES, self.scale_rate * lr)) | own.get(arm, {})
+        return slow | own.get(arm, {})
 
     def learn(self,
         arm: str,  # of `one_size`, or encoder

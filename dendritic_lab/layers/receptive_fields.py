@@ -69,7 +69,7 @@ def sparse_sums(x: Tensor, fields: Tensor, weights: Tensor, inputs: int) -> Tens
 
 class SparseLinear(nn.Module):
     """A linear layer whose neurons see the inputs in `fields` (neurons, synapses) alone: `(..., inputs)` to
-    `(..., neurons)`. Begins as `nn.Linear` with so many inputs does, for a leaky bend.
+    `(..., neurons)`. Begins as `DendriticFields` does, uniform with He's variance, biases at zero.
     """
 
     def __init__(self, fields: Tensor, inputs: int, slope: float = 0.1):  # slope: of the bend that follows

@@ -119,7 +119,9 @@ def text_rival(
     word_dropout: float = 0.0,
 ) -> TextRival:
     """A rival that fills a budget: fastText with a quarter of its rows for pairs, a CNN of `width` filters of each
-    length, or a BiLSTM of two layers of `width` states, with rows as wide or half as wide, which are twice as many.
+    length, or a BiLSTM of two layers of `width` states, with rows as wide or half as wide, so that there are more of
+    them; between its layers it drops as large a share of states as `word_dropout` does of pieces.
+
     Raises `ValueError` for another kind, or where no row fits."""
     if kind not in RIVALS: raise ValueError(f"kind must be one of {', '.join(RIVALS)}, got {kind!r}")
     states, width = width, width // 2 if kind == "bilstm_narrow" else width
