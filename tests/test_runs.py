@@ -13,6 +13,8 @@ import yaml
 
 from conftest import COMMAND, record_by_hand
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def only_run(checkout: Path) -> Path:
     folders = list((checkout / "outputs/tiny").iterdir())
@@ -35,6 +37,16 @@ def test_a_complete_run_has_all_its_files(make_checkout, lab, record):
     assert environment["packages"]["torch"] and environment["hardware"]["cores"] and environment["git"] is None
     assert str(run.relative_to(checkout) / "report.html") in done.stdout and "times, count" in done.stdout
     assert str(checkout) not in (run / "report.ipynb").read_text() + (run / "environment.json").read_text()
+
+
+@pytest.mark.parametrize("experiment, choices", [
+    ("dendritic_receptive_fields", ["images=cifar10_grey", "train_rows=200", "test_rows=40"]),
+    ("dsn_distilled", ["task=bbc_news", "arms=pieces,leaky_attention"]),
+    ("grown_arithmetic", ["task=differences"])], ids=lambda of: of if isinstance(of, str) else of[0])
+def test_what_the_smoke_profiles_leave_out_runs_too(lab, tmp_path, experiment, choices):
+    words = [word for choice in choices for word in ("-p", choice)]
+    done = lab(ROOT, "run", experiment, "--profile", "smoke", *words, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
 
 
 PICTURE = """from IPython.display import HTML, display

@@ -79,7 +79,7 @@ def one_by_one(
     model: nn.Module,  # a classifier with its tokenizer in `.tokenizer`
     texts: Sequence[str],
 ) -> Callable[[], list]:
-    "What `compare_latency` times: each text by itself, tokenised before, on the CPU."
+    "What `compare_latency` times: each text by itself, tokenised and cut before, on the CPU."
     model.cpu().eval()
-    batches = [model.tokenizer(text, return_tensors="pt", return_token_type_ids=False) for text in texts]
+    batches = list(text_batches(model.tokenizer, texts, 1))
     return torch.inference_mode()(lambda: [model(**batch) for batch in batches])
