@@ -10,7 +10,6 @@ from ..extras import optional
 from .plain import grown_param_count, put_dendrites
 from ..layers.low_rank import low_rank_count, put_low_rank
 
-import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,9 +48,7 @@ def lora(
     layers: Callable[[str], bool] = lambda name: True,  # which linear layers get an adapter, by name
 ) -> nn.Module:
     "`model` with a LoRA adapter of scale 2 on each chosen linear layer, by peft."
-    logging.disable(logging.WARNING)  # torchao, where it is installed, tells on import which kernels it cannot use
-    try: peft = optional("peft", "LoRA")
-    finally: logging.disable(logging.NOTSET)
+    peft = optional("peft", "LoRA")
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, task_type="CAUSAL_LM",
                         target_modules=list(linear_layers(model, layers)))
     with warnings.catch_warnings():
