@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['adaptation_arms', 'trainable', 'Adaptation', 'Adapted', 'adapt', 'ends', 'best_row', 'adapt_all', 'step_times',
-           'epoch_costs', 'strongest', 'plot_growth']
+           'epoch_cost', 'strongest', 'plot_growth']
 
 # %% ../../nbs/growth/11_adaptation.ipynb #6b557825
 from .adapters import Arm, in_steps, linear_layers, lora, lora_count, nearest_rank
@@ -22,11 +22,11 @@ from ..training.jobs import tuned
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
-from statistics import geometric_mean, median_low
+from statistics import geometric_mean
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,7 @@ class Adaptation:
     rates: Sequence[float]  # to choose from, the same for every arm
     choosing: int = 1  # seeds that choose
     scale_rate: float = 1.0  # learning rate of the scales by which dendrites reach their neurons, over the others'
+    start_scale_rate: float = 1.0  # the same in arms whose dendrites are there from the first step
     growth: GrowthConfig = GrowthConfig(maximizing_score=False, exclude=("lm_head",))
 
 
@@ -83,6 +84,7 @@ class Adapted:
     model: nn.Module
     fit: Fit
     lr: float
+    dendrites: int = 0  # on each layer, of what it is as large as
 
 
 def adapt(
@@ -102,7 +104,8 @@ def adapt(
     model, data = arm.build(deepcopy(base)), in_steps(train, plan.steps, seed)
     by_score = arm.largest or arm.restarts
     how |= dict(schedule="reduce_lr_on_plateau", warmup=0.0) if by_score else dict(schedule="cosine", warmup=0.05)
-    how |= dict(lr=lr, learning_rates=dict.fromkeys(SCALES, plan.scale_rate * lr), evaluate=evaluate, monitor="loss",
+    scales = lr * (plan.scale_rate if arm.largest else plan.start_scale_rate)
+    how |= dict(lr=lr, learning_rates=dict.fromkeys(SCALES, scales), evaluate=evaluate, monitor="loss",
                 maximize=False, seed=seed, checkpoint=checkpoint)
     if arm.largest: done = fit_growing(model, data, epochs=sum(parts), config=plan.growth, **how)
     else: done = fit_in_parts(model, data, parts=parts, **how)
@@ -111,11 +114,11 @@ def adapt(
 
 # %% ../../nbs/growth/11_adaptation.ipynb #0c986b1e
 def ends(
-    history: Sequence[dict],  # of `Fit`
+    one: Adapted,
     cost: Callable[[int], float],  # of an epoch with so many dendrites on a layer
 ) -> list[float]:
     "When each epoch was over, in the unit of `cost`."
-    return list(accumulate(cost(row.get("dendrites", 0)) for row in history))
+    return list(accumulate(cost(row.get("dendrites", one.dendrites)) for row in one.fit.history))
 
 
 def best_row(fit: Fit) -> dict:
@@ -131,11 +134,10 @@ def adapt_all(
     evaluate: Callable[[nn.Module], dict[str, float]],
     plan: Adaptation,
     folder: Path | None = None,  # of checkpoints
-) -> tuple[dict[str, list[Adapted]], dict[str, dict[float, float]], dict[str, Arm]]:
-    """Every arm from every base, one a seed, at the rate that was best for it; losses by rate; the arms.
+) -> tuple[dict[str, list[Adapted]], dict[str, dict[float, float]]]:
+    """Every arm from every base, one a seed, at the rate that was best for it; and losses by rate.
 
-    Arms that are as large as what grew have as many dendrites as that in its best epoch, in each seed; at least one.
-    They are given back as in the seed of the lower median."""
+    Arms that are as large as what grew have as many dendrites as that in its best epoch, in each seed; at least one."""
     arms, found, tried, largest = dict(arms_of(plan.growth.max_dendrites)), {}, {}, []
     grown = next((name for name, arm in arms.items() if arm.largest), None)
 
@@ -146,9 +148,10 @@ def adapt_all(
     def job(arm, lr, seed):  # arm: its name, and what it is as large as
         def work(path):
             name, about = arm[0], dict(checkpoint=path, description=f"{arm[0]}, rate {lr:g}, seed {seed}")
-            built = arms_of(largest[seed])[name] if arms[name].as_large else arms[name]
+            size = largest[seed] if arms[name].as_large else 0
+            built = arms_of(size)[name] if size else arms[name]
             one = adapt(built, bases[seed], train, evaluate, plan, lr, parts(name, seed), seed, **about)
-            return one, -math.log(one.fit.best_score)
+            return replace(one, dendrites=size), -math.log(one.fit.best_score)
         return work
 
     def choose(names, *size):
@@ -162,38 +165,37 @@ def adapt_all(
     if large := [name for name, arm in arms.items() if arm.as_large]:
         largest += [max(1, best_row(one.fit)["dendrites"]) for one in found[grown]]
         choose(large, "dendrites_" + "_".join(map(str, largest)))
-        arms |= {name: arm for name, arm in arms_of(median_low(largest)).items() if arm.as_large}
-    return {name: found[name] for name in arms}, tried, arms
+    return {name: found[name] for name in arms}, tried
 
 # %% ../../nbs/growth/11_adaptation.ipynb #55e2db8a
 def step_times(
-    arms: Mapping[str, Arm],  # of `adaptation_arms`
+    arms_of: Callable[[int], Mapping[str, Arm]],  # `adaptation_arms` with so many dendrites
     base: nn.Module,
     batch: dict[str, Tensor],
     dendrites: int,  # at most
     rounds: int = 31,
-    layers: Callable[[str], bool] = lambda name: name != "lm_head",  # that grow
-) -> tuple[dict[str, Comparison], Comparison]:  # by arm, or as dendrites_1, ...; and of full fine-tuning with itself
+) -> tuple[dict[str, Comparison], Comparison]:  # by arm, as large as one dendrite by arm_1, ...; and full's with itself
     "Time of a training step over that of full fine-tuning."
     def step(build):
         model = build(deepcopy(base))
         return partial(training_step, model, adamw(model), batch)
 
-    plain, put = (lambda m: m), (lambda k, m: put_dendrites(m, dict.fromkeys(linear_layers(m, layers), k)))
-    builds = {name: arms[name].build for name in ("lora", "low_rank", "wider", "fields", "from_start")}
-    builds |= {f"dendrites_{k}": partial(put, k) for k in range(1, dendrites + 1)}
-    timed = {name: compare_latency(step(build), step(plain), rounds, min_seconds=0) for name, build in builds.items()}
-    return timed, compare_latency(step(plain), step(plain), rounds, min_seconds=0)
+    plain = step(arms_of(1)["full"].build)
+    builds = {name: arms_of(1)[name].build for name in ("lora", "low_rank")}
+    builds |= {f"{name}_{k}": arm.build for k in range(1, dendrites + 1)
+               for name, arm in arms_of(k).items() if arm.as_large}
+    timed = {name: compare_latency(step(build), plain, rounds, min_seconds=0) for name, build in builds.items()}
+    return timed, compare_latency(plain, plain, rounds, min_seconds=0)
 
 
-def epoch_costs(
+def epoch_cost(
     times: Mapping[str, float],  # of a step, by the names of `step_times`
-) -> dict[str, Callable[[int], float]]:  # arm -> what an epoch costs with so many dendrites on a layer
-    "Costs of an epoch, in epochs of full fine-tuning."
-    constant = {name: time for name, time in times.items() if not name.startswith("dendrites_")}
-    constant |= dict.fromkeys(("full", "full_longer", "restarts"), 1.0)
-    costs = {name: (lambda dendrites, time=time: time) for name, time in constant.items()}
-    return costs | {"grown": lambda dendrites: times[f"dendrites_{dendrites}"] if dendrites else 1.0}
+    arm: str,
+    dendrites: int,  # that it has on a layer, or is as large as
+) -> float:
+    "What an epoch costs, in epochs of full fine-tuning."
+    name = "from_start" if arm == "grown" else arm
+    return times.get(f"{name}_{dendrites}", times.get(name, 1.0))
 
 # %% ../../nbs/growth/11_adaptation.ipynb #989d8463
 def strongest(
@@ -208,11 +210,11 @@ def strongest(
 def plot_growth(
     axis,  # of matplotlib
     adapted: Mapping[str, Sequence[Adapted]],  # arm -> one a seed; grown and full_longer
-    costs: Mapping[str, Callable[[int], float]],  # by `epoch_costs`
+    cost: Callable[[str, int], float],  # of an epoch of an arm, with so many dendrites
 ) -> None:
     "Draw validation losses of growing trainings over the time that epochs cost. Dashed is the longer full fine-tuning."
     points = lambda arm, of: [(end, row["validation_loss"], row.get("dendrites", 0))
-                              for end, row in zip(ends(of.fit.history, costs[arm]), of.fit.history)]
+                              for end, row in zip(ends(of, partial(cost, arm)), of.fit.history)]
     for one in adapted["full_longer"]: axis.plot(*list(zip(*points("full_longer", one)))[:2], "k--", lw=1)
     named = set()
     for one in adapted["grown"]:

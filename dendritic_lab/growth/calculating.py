@@ -97,6 +97,7 @@ def pretrained(
     folder: Path | None = None,  # of checkpoints
 ) -> list[LlamaForCausalLM]:  # one a seed
     "Decoders that have learned a task; other processes with the same folder take a part of the work."
+    if steps < 10 or steps % 10: raise ValueError(f"steps of pretraining must be a multiple of 10, got {steps}")
     def job(seed):
         def work(path):
             model, train = small_decoder(hidden_size, num_hidden_layers, seed), task.batches["train"]
