@@ -43,8 +43,8 @@ class School:
         own = {"grown": dict(fit=fit_growing, config=self.growth, learning_rates=fast),
                "restarts": dict(fit=fit_in_parts, parts=parts)}
         if arm not in LONG: return {}
-        slow = dict(epochs=20 * self.epochs, draw=-(-len(self.texts) // 5), schedule="reduce_lr_on_plateau", warmup=0)
-        return slow | own.get(arm, {})
+        long = dict(epochs=20 * self.epochs, draw=-(-len(self.texts) // 5))
+        return long | (dict(schedule="reduce_lr_on_plateau", warmup=0) | own[arm] if arm in own else {})
 
     def learn(self,
         arm: str,  # of `one_size`, or encoder
