@@ -25,7 +25,8 @@ PLAIN = {  # arms that are models of transformers as they are: they can be saved
     "mean_max": ORDER | dict(pooling="mean_max"), "attention": ORDER | dict(pooling="attention"),
     "dendrites_0": ORDER | dict(num_dendrites=0), "dendrites_2": ORDER | dict(num_dendrites=2),
     "dendrites_4": ORDER | dict(num_dendrites=4), "spread": ORDER, "spread_4": ORDER | dict(num_dendrites=4),
-    "longer": ORDER | dict(num_dendrites=0), "restarts": ORDER | dict(num_dendrites=0), "leaky_longer": LEAKY}
+    "longer": ORDER | dict(num_dendrites=0), "restarts": ORDER | dict(num_dendrites=0), "leaky_longer": LEAKY,
+    "leaky_attention_longer": LEAKY | dict(pooling="attention")}
 CHANGED = {"relu": ORDER, "fields": ORDER, "grown": ORDER | dict(num_dendrites=0), "eight_bits": ORDER,
            "four_bits": ORDER | dict(width=2 * WIDTH), "leaky_bits": LEAKY | dict(width=WIDTH),
            "leaky_attention_bits": LEAKY | dict(pooling="attention", width=WIDTH)}
@@ -35,9 +36,10 @@ BEFORE = {  # what an arm is compared with, as a rule one step away
     "few_phrases": "order", "mean_max": "order", "attention": "order", "leaky": "narrow", "leaky_attention": "leaky",
     "dendrites_2": "dendrites_0", "dendrites_4": "dendrites_0", "spread": "order", "spread_4": "dendrites_4",
     "longer": "dendrites_0", "restarts": "longer", "grown": "restarts", "leaky_longer": "leaky",
+    "leaky_attention_longer": "leaky_attention",
     "relu": "order", "fields": "order", "eight_bits": "order", "four_bits": "order",
     "leaky_bits": "leaky", "leaky_attention_bits": "leaky_attention"}
-LONG = "longer", "restarts", "grown", "leaky_longer"  # train four times as long
+LONG = "longer", "restarts", "grown", "leaky_longer", "leaky_attention_longer"  # train four times as long
 
 
 def one_size(
