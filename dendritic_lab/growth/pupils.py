@@ -9,7 +9,7 @@ __all__ = ['School']
 from .fitting import SCALES, fit_growing, fit_in_parts, parts_of
 from .settings import GrowthConfig
 from ..models.one_size import LONG, one_size
-from ..training.jobs import fingerprint, tuned
+from ..training.jobs import fingerprint, rate_text, tuned
 from ..training.state import Fit
 from ..training.teachers import Taught
 from ..training.texts import fit_texts
@@ -75,8 +75,9 @@ class School:
         rates: Sequence[float],  # that each arm chooses from, and further ones beyond an edge
         seeds: int,
         folder: Path | None = None,  # to share with other processes, and to resume from
-    ) -> tuple[dict[str, list[tuple]], dict, dict]:  # of each arm what `learn` gave, one a seed; its rate; tries
-        "Train every arm, at the rate that was best for the first two seeds and a fifth of the texts."
+    ) -> tuple[dict[str, list[tuple]], dict, dict]:  # of each arm what `learn` gave, one a seed; a table's row; tries
+        """Train every arm, at the rate that was best for the first two seeds and a fifth of the texts. Rows have that
+        rate, and of one training on the average its lowest validation loss and how long it took."""
         if "restarts" in arms and "grown" not in arms: raise ValueError("restarts need the arm grown, whose they are")
         few = torch.randperm(len(self.texts), generator=torch.manual_seed(0))[:max(1, len(self.texts) // 5)].tolist()
         known = fingerprint(self.taught.teachers, map(str, (*self.texts, self.epochs)))
@@ -89,5 +90,9 @@ class School:
             found = tuned(job, some, rates, seeds, folder, trial, deciding=min(2, seeds))
             for kept, new in zip((runs, best, tried), found): kept.update(new)
         lower = lambda arm, of: {lr / 20: score for lr, score in of.items()} if arm == "encoder" else of
+        tried = {arm: lower(arm, tried.get(arm, {})) for arm in best}
         best |= {arm: lr / 20 for arm, lr in best.items() if arm == "encoder"}
-        return runs, best, {arm: lower(arm, tried.get(arm, {})) for arm in best}
+        rows = {arm: {"rate": rate_text(best[arm], tried[arm]), "validation loss": -sum(of[1] for of in done) / seeds,
+                      "minutes of training": sum(of[2].seconds for of in done) / seeds / 60}
+                for arm, done in runs.items()}
+        return runs, rows, tried
