@@ -141,27 +141,24 @@ def adapt_all(
     arms, found, tried, largest = dict(arms_of(plan.growth.max_dendrites)), {}, {}, []
     grown = next((name for name, arm in arms.items() if arm.largest), None)
 
-    def parts(name, seed):
-        if not arms[name].restarts: return [round(plan.epochs * arms[name].times)]
-        return parts_of(found[grown][seed].fit.history)
-
     def job(arm, lr, seed):  # arm: its name, and what it is as large as
-        def work(path):
+        def work(path, *like):  # like: what grew, where it has its restarts
+            parts = [round(plan.epochs * arms[arm[0]].times)] if not like else parts_of(like[0][0].fit.history)
             name, about = arm[0], dict(checkpoint=path, description=f"{arm[0]}, rate {lr:g}, seed {seed}")
             size = largest[seed] if arms[name].as_large else 0
             built = arms_of(size)[name] if size else arms[name]
-            one = adapt(built, bases[seed], train, evaluate, plan, lr, parts(name, seed), seed, **about)
+            one = adapt(built, bases[seed], train, evaluate, plan, lr, parts, seed, **about)
             return replace(one, dendrites=size), -math.log(one.fit.best_score)
         return work
 
     def choose(names, *size):
         names, few = [(name, *size) for name in names], min(plan.choosing, len(bases))
-        done, _, scores = tuned(job, names, plan.rates, len(bases), folder, deciding=few)
+        restarts = {(name, *of): (grown, *of) for name, *of in names if arms[name].restarts}
+        done, _, scores = tuned(job, names, plan.rates, len(bases), folder, deciding=few, after=restarts)
         found.update({name: [one for one, _ in of] for (name, *_), of in done.items()})
         tried.update({name: {lr: math.exp(-score) for lr, score in of.items()} for (name, *_), of in scores.items()})
 
-    choose([name for name, arm in arms.items() if not arm.restarts and not arm.as_large])
-    choose([name for name, arm in arms.items() if arm.restarts])
+    choose([name for name, arm in arms.items() if not arm.as_large])
     if large := [name for name, arm in arms.items() if arm.as_large]:
         largest += [max(1, best_row(one.fit)["dendrites"]) for one in found[grown]]
         choose(large, "dendrites_" + "_".join(map(str, largest)))

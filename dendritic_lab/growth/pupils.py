@@ -82,13 +82,10 @@ class School:
         few = torch.randperm(len(self.texts), generator=torch.manual_seed(0))[:max(1, len(self.texts) // 5)].tolist()
         known = fingerprint(self.taught.teachers, map(str, (*self.texts, self.epochs)))
         folder = folder and folder / known / f"dropout-{self.dropout:g}"
-        runs, best, tried = {}, {}, {}
-        parts = lambda arm, seed: parts_of(runs["grown"][seed][2].history) if arm == "restarts" else ()
-        job = lambda arm, lr, seed: lambda place: self.learn(arm, lr, seed, place, parts=parts(arm, seed))
-        trial = lambda arm, lr, seed: lambda place: self.learn(arm, lr, seed, place, few)
-        for some in ([arm for arm in arms if arm != "restarts"], [arm for arm in arms if arm == "restarts"]):
-            found = tuned(job, some, rates, seeds, folder, trial, deciding=min(2, seeds))
-            for kept, new in zip((runs, best, tried), found): kept.update(new)
+        parts = lambda grown: [part for _, _, done in grown for part in parts_of(done.history)]
+        job = lambda arm, lr, seed: lambda place, *grown: self.learn(arm, lr, seed, place, parts=parts(grown))
+        trial = lambda arm, lr, seed: lambda place, *_: self.learn(arm, lr, seed, place, few)
+        runs, best, tried = tuned(job, arms, rates, seeds, folder, trial, min(2, seeds), {"restarts": "grown"})
         lower = lambda arm, of: {lr / 20: score for lr, score in of.items()} if arm == "encoder" else of
         tried = {arm: lower(arm, tried.get(arm, {})) for arm in best}
         best |= {arm: lr / 20 for arm, lr in best.items() if arm == "encoder"}

@@ -7,12 +7,14 @@ __all__ = ['Fit', 'monitored', 'is_better', 'State', 'keep_if_best', 'restore_be
            'described', 'save', 'check_fits', 'resume']
 
 # %% ../../nbs/training/06_state.ipynb #87e916b3
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -35,6 +37,13 @@ class Fit:
 
     @property
     def seconds(self) -> float: return sum(row["seconds"] for row in self.history)
+
+    def as_tensor(self) -> Tensor:  # (bytes of JSON,)
+        "To be kept among tensors."
+        return torch.tensor([*json.dumps(vars(self)).encode()], dtype=torch.uint8)
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> "Fit": return cls(**json.loads(bytes(tensor.tolist())))
 
 # %% ../../nbs/training/06_state.ipynb #c6ddc31b
 def monitored(settings: Settings, figures: Mapping[str, float], epoch: int) -> float:
