@@ -68,7 +68,7 @@ def ask_all(
             torch.manual_seed(seed)
             about = dict(description=f"teacher {seed}, {lr:g}", precision=precision, checkpoint=place, seed=seed, lr=lr)
             done = fit_texts(teacher := build(), texts, labels, validation, **about, **settings | other)
-            return teacher, done.best_score
+            return teacher, -min(row["validation_loss"] for row in done.history)
         return work
 
     def describe(place):
