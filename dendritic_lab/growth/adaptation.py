@@ -15,7 +15,7 @@ from .settings import GrowthConfig
 from .widening import unit_size, widen_mlps, width_for
 from ..layers.low_rank import low_rank_count, put_low_rank
 from ..layers.receptive_fields import fields_count, put_fields
-from ..measure import Comparison, compare_latency
+from ..measure import Comparison, compare_latencies
 from ..training import Fit
 from ..training.jobs import tuned
 
@@ -177,12 +177,12 @@ def step_times(
         model = build(deepcopy(base))
         return partial(training_step, model, adamw(model), batch)
 
-    plain = step(arms_of(1)["full"].build)
+    plain = arms_of(1)["full"].build
     builds = {name: arms_of(1)[name].build for name in ("lora", "low_rank")}
     builds |= {f"{name}_{k}": arm.build for k in range(1, dendrites + 1)
                for name, arm in arms_of(k).items() if arm.as_large}
-    timed = {name: compare_latency(step(build), plain, rounds, min_seconds=0) for name, build in builds.items()}
-    return timed, compare_latency(step(arms_of(1)["full"].build), plain, rounds, min_seconds=0)
+    null, *timed = compare_latencies([*map(step, (plain, *builds.values()))], step(plain), rounds, min_seconds=0)
+    return dict(zip(builds, timed)), null
 
 
 def epoch_cost(
