@@ -236,8 +236,9 @@ class Recorder:
         return folder
 
     def claims_table(self):
-        "The claims that this run speaks to, with what it says of each, as a pandas table."
-        return table_of_claims(judge_metrics(self.metrics))
+        "The claims that this run speaks to, with what it says of each, as a pandas table; None if there are none."
+        found = judge_metrics(self.metrics)
+        return table_of_claims(found) if found else None
 
     def finish(self) -> Path:
         "Write metrics.json and the items' results, each in one step, and return the path of metrics.json."
