@@ -172,7 +172,7 @@ def step_times(
     dendrites: int,  # at most
     rounds: int = 31,
 ) -> tuple[dict[str, Comparison], Comparison]:  # by arm, as large as one dendrite by arm_1, ...; and full's with a copy
-    "Time of a training step over that of full fine-tuning."
+    "Time of a training step over that of full fine-tuning, all in one turn."
     def step(build):
         model = build(deepcopy(base))
         return partial(training_step, model, adamw(model), batch)
