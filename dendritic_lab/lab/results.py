@@ -60,7 +60,7 @@ class Result:
         environment = json.loads((self.run / "environment.json").read_text(encoding="utf-8"))
         data = ", ".join(f"{d.get('data', d['name'])} ({d['source']})" for d in environment["data"])
         hardware, minutes = environment["hardware"], environment["seconds"] / 60
-        return "; ".join(filter(None, [data, ", ".join(hardware["gpus"]) or hardware["cpu"], f"{minutes:.0f} minutes"]))
+        return "; ".join(filter(None, [data, ", ".join(hardware["gpus"]) or hardware["cpu"], f"{minutes:.0f} min"]))
 
 # %% ../../nbs/lab/12_results.ipynb #a8014ecb
 MAIN = "full", "cpu"  # profiles of which a run stands for its experiment, whatever else is newer
