@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -73,8 +74,7 @@ class Adaptation:
     steps: int  # optimizer steps an epoch
     rates: Sequence[float]  # to choose from, the same for every arm
     choosing: int = 1  # seeds that choose
-    scale_rate: float = 1.0  # learning rate of the scales by which dendrites reach their neurons, over the others'
-    start_scale_rate: float = 1.0  # the same in arms whose dendrites are there from the first step
+    scale_rates: Sequence[float] = (1.0,)  # of scales by which dendrites reach neurons, over `rates`; to choose from
     growth: GrowthConfig = GrowthConfig(maximizing_score=False, exclude=("lm_head",))
 
 
@@ -84,6 +84,7 @@ class Adapted:
     model: nn.Module
     fit: Fit
     lr: float
+    scale_rate: float = 1.0  # learning rate of dendrites' scales, over `lr`
     dendrites: int = 0  # on each layer, of what it is as large as
 
 
@@ -95,6 +96,7 @@ def adapt(
     plan: Adaptation,
     lr: float,
     parts: Sequence[int],  # epochs of each, with an optimizer of its own
+    scale_rate: float = 1.0,  # of dendrites' scales, over `lr`
     seed: int = 0,  # of what is new in the model, and of the batches
     checkpoint: Path | None = None,
     **how,  # description, cpu: of `fit`
@@ -104,12 +106,11 @@ def adapt(
     model, data = arm.build(deepcopy(base)), in_steps(train, plan.steps, seed)
     by_score = arm.largest or arm.restarts
     how |= dict(schedule="reduce_lr_on_plateau", warmup=0.0) if by_score else dict(schedule="cosine", warmup=0.05)
-    scales = lr * (plan.scale_rate if arm.largest else plan.start_scale_rate)
-    how |= dict(lr=lr, learning_rates=dict.fromkeys(SCALES, scales), evaluate=evaluate, monitor="loss",
+    how |= dict(lr=lr, learning_rates=dict.fromkeys(SCALES, lr * scale_rate), evaluate=evaluate, monitor="loss",
                 maximize=False, seed=seed, checkpoint=checkpoint)
     if arm.largest: done = fit_growing(model, data, epochs=sum(parts), config=plan.growth, **how)
     else: done = fit_in_parts(model, data, parts=parts, **how)
-    return Adapted(model, done, lr)
+    return Adapted(model, done, lr, scale_rate)
 
 
 # %% ../../nbs/growth/11_adaptation.ipynb #0c986b1e
@@ -135,33 +136,48 @@ def adapt_all(
     plan: Adaptation,
     folder: Path | None = None,  # of checkpoints
 ) -> tuple[dict[str, list[Adapted]], dict[str, dict[float, float]]]:
-    """Every arm from every base, one a seed, at the rate that was best for it; and losses by rate.
+    """Every arm from every base, one a seed, at the rates that were best for it; and losses by rate.
 
     Arms that are as large as what grew have as many dendrites as that in its best epoch, in each seed; at least one."""
     arms, found, tried, largest = dict(arms_of(plan.growth.max_dendrites)), {}, {}, []
+    few, of_scales = min(plan.choosing, len(bases)), {}  # of_scales: scale rates, by key of a job's arm
     grown = next((name for name, arm in arms.items() if arm.largest), None)
 
-    def job(arm, lr, seed):  # arm: its name, and what it is as large as
-        def work(path, *like):  # like: what grew, where it has its restarts
-            parts = [round(plan.epochs * arms[arm[0]].times)] if not like else parts_of(like[0][0].fit.history)
-            name, about = arm[0], dict(checkpoint=path, description=f"{arm[0]}, rate {lr:g}, seed {seed}")
-            size = largest[seed] if arms[name].as_large else 0
-            built = arms_of(size)[name] if size else arms[name]
-            one = adapt(built, bases[seed], train, evaluate, plan, lr, parts, seed, **about)
+    def job(key, lr, seed):  # key: an arm's name, and what else tells its trainings apart
+        def work(path):
+            arm, name, scale_rate = arms[key[0]], key[0], of_scales[key]
+            about = dict(checkpoint=path, description=f"{', '.join(key)}, rate {lr:g}, seed {seed}")
+            parts = parts_of(found[grown][seed].fit.history) if arm.restarts else [round(plan.epochs * arm.times)]
+            size = largest[seed] if arm.as_large else 0
+            built = arms_of(size)[name] if size else arm
+            one = adapt(built, bases[seed], train, evaluate, plan, lr, parts, scale_rate, seed, **about)
             return replace(one, dendrites=size), -math.log(one.fit.best_score)
         return work
 
-    def choose(names, *size):
-        names, few = [(name, *size) for name in names], min(plan.choosing, len(bases))
-        restarts = {(name, *of): (grown, *of) for name, *of in names if arms[name].restarts}
-        done, _, scores = tuned(job, names, plan.rates, len(bases), folder, deciding=few, after=restarts)
-        found.update({name: [one for one, _ in of] for (name, *_), of in done.items()})
-        tried.update({name: {lr: math.exp(-score) for lr, score in of.items()} for (name, *_), of in scores.items()})
+    def trainings(name, *what):  # keys of an arm's trainings, one for each scale rate that it tries
+        model = (arms[name].largest or arms[name].build)(deepcopy(bases[0]))
+        scaled = any(fnmatchcase(of, scale) for of, _ in model.named_parameters() for scale in SCALES)
+        several = {(name, *what, f"scales_{of:g}"): of for of in plan.scale_rates if scaled and plan.scale_rates[1:]}
+        of_scales.update(new := several or {(name, *what): plan.scale_rates[0]})
+        return [*new]
 
-    choose([name for name, arm in arms.items() if not arm.as_large])
-    if large := [name for name, arm in arms.items() if arm.as_large]:
-        largest += [max(1, best_row(one.fit)["dendrites"]) for one in found[grown]]
-        choose(large, "dendrites_" + "_".join(map(str, largest)))
+    def choose(keys):  # of each arm's trainings; by arm
+        attempt = lambda keys, seeds: tuned(job, [*keys], plan.rates, seeds, folder, deciding=few)[::2]
+        rivals = [key for of in keys.values() for key in of if len(of) > 1]
+        lost = attempt(rivals, few)[1] if rivals else {}
+        by_score = lambda key: max(lost[key].values()) if key in lost else 0
+        best = {name: max(of, key=by_score) for name, of in keys.items()}
+        done, scores = attempt(best.values(), len(bases))
+        for name, key in best.items(): found[name], lost[name,] = [one for one, _ in done[key]], scores[key]
+        losses = lambda of: {lr: math.exp(-score) for lr, score in of.items()}
+        told = {key: of for key, of in lost.items() if key not in best.values() or len(key) == 1}
+        tried.update({", ".join(key): losses(of) for key, of in told.items()})
+
+    choose({name: trainings(name) for name, arm in arms.items() if not arm.as_large and not arm.restarts})
+    if grown: largest += [max(1, best_row(one.fit)["dendrites"]) for one in found[grown]]
+    as_large = "dendrites_" + "_".join(map(str, largest))
+    if later := [name for name in arms if name not in found]:
+        choose({name: trainings(name, *[as_large] * arms[name].as_large) for name in later})
     return {name: found[name] for name in arms}, tried
 
 # %% ../../nbs/growth/11_adaptation.ipynb #55e2db8a

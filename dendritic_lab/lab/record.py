@@ -24,7 +24,7 @@ from .claims import claims_table as table_of_claims
 from .claims import judge_metrics
 from .experiments import project_root
 from .metrics import MetricsError, measured, read_metrics
-from ..measure.statistics import Interval, interval, number, seed_interval
+from ..measure.statistics import Interval, geometric_interval, interval, number, seed_interval
 
 _all_ = ["MetricsError", "read_metrics"]  # who writes figures may read them too
 
@@ -160,11 +160,13 @@ class Recorder:
         unit: str,
         over=None,  # the same of the arm to compare with: the figure is the paired difference
         statistic: Callable | None = None,  # of one seed's results; None: their mean
+        geometric: bool = False,  # mean over seeds, and with `over` the ratio: for figures that differ by factors
         bounds: tuple[float, float] = (-math.inf, math.inf),  # of the figure
         **rest,  # claims, where, setting, headline, as of `metric`
     ) -> Interval:
         "Record a figure over seeds and items, or with `over` a difference, whose arms' items are kept with each arm."
-        estimate = interval(results, over, statistic=statistic, bounds=bounds)
+        if geometric: estimate = geometric_interval(results, over, statistic=statistic or np.mean)
+        else: estimate = interval(results, over, statistic=statistic, bounds=bounds)
         if over is None: self.test_items[name] = np.asarray(results)
         rest = {"claims": (), "where": None, "setting": "", "headline": False, "measured_by": "results"} | rest
         return self._keep(name, estimate, unit, **rest)

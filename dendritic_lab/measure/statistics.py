@@ -159,15 +159,19 @@ def seed_interval(
 
 
 def geometric_interval(
-    values: Sequence[float],  # one a seed, above 0
-    other: Sequence[float] | None = None,  # another arm's, for the ratio `values` over `other`
+    items: ArrayLike,  # (seeds, items[, columns]), as for `interval`
+    other: ArrayLike | None = None,  # another arm's, for the paired ratio `items` over `other`
+    *,
+    statistic: Callable[[np.ndarray], float] = np.mean,  # of one seed's (items[, columns]), above 0
+    resamples: int = 1000,
 ) -> Interval:
     """A geometric mean over seeds, or of paired ratios: for figures that differ by factors, as small losses do.
 
-    Raises `ValueError` as `seed_interval` does, and for a value that is not above 0."""
-    given = [np.asarray(of, dtype=float) for of in (values, other) if of is not None]
-    if any((of <= 0).any() for of in given): raise ValueError(f"expected values above 0, got {values} and {other}")
-    return seed_interval(*map(np.log, given)).map(math.exp)
+    Raises `ValueError` as `interval` does, and for a figure that is not above 0."""
+    def log(rows):
+        if not (figure := statistic(rows)) > 0: raise ValueError(f"expected figures above 0, got {figure}")
+        return math.log(figure)
+    return interval(items, other, statistic=log, resamples=resamples).map(math.exp)
 
 # %% ../../nbs/measure/02_statistics.ipynb #f8e1d3a6
 def median_interval(
