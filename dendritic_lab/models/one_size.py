@@ -22,6 +22,7 @@ PLAIN = {  # arms that are models of transformers as they are: they can be saved
     "pieces": {}, "phrases": dict(phrase_share=0.25), "neighbours": dict(local_rank=16), "order": ORDER,
     "narrow": ORDER | dict(width=24), "few_phrases": ORDER | dict(phrase_share=0.1),
     "leaky": LEAKY, "leaky_attention": LEAKY | dict(pooling="attention"),
+    "leaky_attention_0": LEAKY | dict(pooling="attention", num_dendrites=0),
     "mean_max": ORDER | dict(pooling="mean_max"), "attention": ORDER | dict(pooling="attention"),
     "dendrites_0": ORDER | dict(num_dendrites=0), "dendrites_2": ORDER | dict(num_dendrites=2),
     "dendrites_4": ORDER | dict(num_dendrites=4), "spread": ORDER, "spread_4": ORDER | dict(num_dendrites=4),
@@ -34,6 +35,7 @@ ARMS = (*PLAIN, *CHANGED, *RIVALS)
 BEFORE = {  # what an arm is compared with, as a rule one step away
     "pieces": "majority", "phrases": "pieces", "neighbours": "pieces", "order": "pieces", "narrow": "order",
     "few_phrases": "order", "mean_max": "order", "attention": "order", "leaky": "narrow", "leaky_attention": "leaky",
+    "leaky_attention_0": "leaky_attention",
     "dendrites_2": "dendrites_0", "dendrites_4": "dendrites_0", "spread": "order", "spread_4": "dendrites_4",
     "longer": "dendrites_0", "restarts": "longer", "grown": "restarts", "leaky_longer": "leaky",
     "leaky_attention_longer": "leaky_attention",
